@@ -18,8 +18,8 @@ Document = dict[str, Any]
 
 def document() -> Document:
     """The document of the code, as a server has it at /openapi.json."""
+    from api.app import DESCRIPTION, all_routes
     from api.http import openapi
-    from api.http.app import DESCRIPTION, all_routes
 
     app = openapi.Documented(title="regraft", description=DESCRIPTION)
     app.router.routes.extend(all_routes())

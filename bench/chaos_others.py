@@ -10,8 +10,8 @@ from typing import Any
 from openai import OpenAI
 
 from core.database.engine import Database
+from core.database.states import EVAL_RUN
 from core.database.tables import EvalRun, Pipeline, Preview
-from core.evals.lifecycle import FINAL as ENDED_RUNS
 from core.pipelines.lifecycle import FINAL as ENDED_PIPELINES
 from core.results import previews
 from tests.evals.conftest import CONFIG, EXACT, completions
@@ -80,7 +80,7 @@ class Others:
         runs = [*(run for _, run in self.runs), *self.regrades]
         return [
             *(row.id for row in self._rows(Pipeline, self.pipelines) if row.status not in ENDED_PIPELINES),
-            *(row.id for row in self._rows(EvalRun, runs) if row.status not in ENDED_RUNS),
+            *(row.id for row in self._rows(EvalRun, runs) if row.status not in EVAL_RUN.final),
             *(row.id for row in self._rows(Preview, self.previews) if row.status == previews.IN_PROGRESS),
         ]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from worker.checks import compatibility
 from worker.doctor.exact import BOUNDS, SIZES, gradient_difference, tiny_policy
-from worker.model import compatibility
 
 WINDOW = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {

@@ -27,7 +27,7 @@ import httpx
 import uvicorn
 from sqlalchemy import insert, select, text
 
-from api.http.app import create_app
+from api.app import create_app
 from bench.sizes import sized
 from core.database.engine import Database
 from core.database.ids import new_id

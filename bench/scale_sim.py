@@ -38,10 +38,10 @@ from bench.report import report
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work, db_now
 from core.database.migrate import upgrade
+from core.database.states import JOB
 from core.database.tables import Attempt, File, Job, Organization, Project, StepMetric
 from core.errors import InvalidJobState
 from core.jobs import events, lifecycle, queue
-from core.jobs.lifecycle import FINAL
 from core.settings import Settings
 from core.step_metrics import StepMetrics
 from core.storage.store import FolderBlobs
@@ -197,7 +197,7 @@ class Users:
             if self.dice.random() < 0.5:
                 self._cancel(round(0.5 + CANCELLED * len(due)) if due else 1, planned)
             with self.database.read() as session:
-                ended = session.scalars(select(func.count()).where(Job.status.in_(FINAL))).one()
+                ended = session.scalars(select(func.count()).where(Job.status.in_(JOB.final))).one()
             if time.monotonic() - said > 20:
                 said = time.monotonic()
                 print(f"{said - start:.0f} s: {ended} of {planned} have ended", file=sys.stderr, flush=True)
@@ -230,7 +230,7 @@ class Users:
         if self.cancelled >= CANCELLED * planned:
             return
         with self.database.write() as session:
-            alive = select(Job).where(Job.status.not_in(FINAL)).order_by(func.random()).limit(count)
+            alive = select(Job).where(Job.status.not_in(JOB.final)).order_by(func.random()).limit(count)
             for job in session.scalars(alive).all():
                 try:
                     lifecycle.cancel(Work(session), job)
@@ -247,7 +247,7 @@ class Users:
                 session.execute(select(StepMetric.job_id, func.count()).group_by(StepMetric.job_id)).all()
             )
             status = dict(session.execute(select(Job.id, Job.status)).all())
-        done = {id for id, ended in status.items() if ended in FINAL}
+        done = {id for id, ended in status.items() if ended in JOB.final}
         done -= {id for id in done if status[id] == "succeeded" and steps.get(id) != STEPS}
         return len(self.submitted.keys() - done) + len(self.plan)
 

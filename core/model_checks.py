@@ -1,7 +1,7 @@
 """Results of trying a model, stored beside the model cache, so that the next job on it does not try it again.
 
 One JSON file for each model and circumstances (versions, precision, context, files; see
-worker/model/compatibility_cache.py). The API reads them too, so nothing here imports torch. A file that is damaged,
+worker/checks/compatibility_cache.py). The API reads them too, so nothing here imports torch. A file that is damaged,
 edited to contradict itself, or of another version of this module is ignored and written again.
 """
 
@@ -41,7 +41,7 @@ class CheckedRoute(Stored):
 
 
 class CheckedGap(Stored):
-    """`Gap` of worker/model/compatibility.py."""
+    """`Gap` of worker/checks/compatibility.py."""
 
     part: str
     largest: Nats
@@ -51,7 +51,7 @@ class CheckedGap(Stored):
 
 
 class CheckedVerdict(Stored):
-    """`Verdict` of worker/model/compatibility.py."""
+    """`Verdict` of worker/checks/compatibility.py."""
 
     route: CheckedRoute
     gaps: Annotated[list[CheckedGap], Field(min_length=1)]

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from sqlalchemy.orm import Session
 
 from core.database.engine import Send
+from core.database.states import JOB
 from core.database.tables import File, Job, Organization, Project, StepMetric
-from core.jobs.lifecycle import HELD
 
 Row = TypeVar("Row")
 
@@ -44,7 +44,7 @@ def job(session: Session, project: Project, **fields: Any) -> Job:
         "gpu_class": "cpu",
         "status": "queued",
     }
-    if fields.get("status") in HELD:
+    if fields.get("status") in JOB.held:
         defaults |= {"epoch": 1, "lease_owner": "worker", "lease_expires_at": time.time() + 60}
     owner = {"project_id": project.id, "organization_id": project.organization_id}
     return _stored(session, Job(**owner | defaults | fields))

@@ -21,6 +21,7 @@ from api.http.admission import Admission
 from api.http.grader_loop import GraderLoop
 from api.http.rate_limits import Rates
 from api.http.shutdown import Shutdown
+from core.database.audit import Actor
 from core.database.engine import Database, Send, Work, unit_of_work
 from core.database.ids import is_tenant_id
 from core.database.tables import ApiKey, Project
@@ -31,7 +32,6 @@ from core.settings import Settings
 from core.storage.self_test import RepeatedSelfTest
 from core.storage.store import BlobStore
 from core.tenancy import keys, sessions, tenants
-from core.tenancy.audit import Actor
 from core.tenancy.keys import Scope
 from graders.backends import Backends
 

@@ -46,7 +46,7 @@ class Documented(FastAPI):
                 for method, operation in operations.items():
                     for status in refusals_of(method, path, operation):
                         operation["responses"].setdefault(str(status), _refusal(status))
-                    operation["responses"].pop("4XX", None)  # see api/http/app.py
+                    operation["responses"].pop("4XX", None)  # see api/app.py
                     operation["responses"] = dict(sorted(operation["responses"].items()))
         return super().openapi()
 

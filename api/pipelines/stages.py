@@ -18,7 +18,9 @@ from api.resources.eval_requests import RunCreate
 from api.resources.job_body import JobCreate
 from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
 from core.claims import Claim, LeaseLost
+from core.database.audit import Actor
 from core.database.engine import Work, unit_of_work
+from core.database.states import EVAL_RUN
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project, now
 from core.errors import ModelNotFound, NotFound, QuotaExceeded, ServiceError
 from core.evals import catalog, items, summary
@@ -34,7 +36,6 @@ from core.storage.disk import count_refusal
 from core.storage.store import BlobNotFound
 from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
-from core.tenancy.audit import Actor
 from graders.build import NotConfigured
 from graders.spec import dump
 
@@ -323,7 +324,7 @@ class Advance:
 
             failed = "Every answer failed: see the items of the eval run."
             await self._succeed(stage, answers, failed, then=forget_prompts)
-        elif run.status in eval_runs.FINAL:
+        elif run.status in EVAL_RUN.final:
             status = "cancelled" if run.status == "canceled" else "failed"
             error = run.error or {"code": "cancelled", "message": "The eval run was cancelled."}
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from api.http.shapes import Measured, SchemaOf
+from core.database.states import JOB
 from core.database.tables import Checkpoint, Event, Job
 from core.jobs import (
     budgets,
@@ -206,7 +207,7 @@ class JobOut(BaseModel):
             training_file=job.training_file,
             validation_file=job.validation_file,
             result_files=[job.result_file] if job.result_file else [],
-            trained_tokens=job.trained_tokens if job.status in lifecycle.FINAL else None,
+            trained_tokens=job.trained_tokens if job.status in JOB.final else None,
             error=job.error,
             seed=job.seed,
             hyperparameters=shown["hyperparameters"] if job.method == "supervised" else None,
@@ -224,7 +225,7 @@ class JobOut(BaseModel):
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             progress=lifecycle.progress_of(job),
             preview=None if job.preview is None else PreviewedOut(**job.preview),
-            estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
+            estimate=None if job.status in JOB.final else usage.render_estimate(job, price),
         )
 
 

@@ -8,9 +8,10 @@ from pydantic import BaseModel, Field
 from api.http.deps import AdminProject, CurrentCaller, OwnProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, Listing, clamped, ends
+from core.database import audit
+from core.database.audit import OPERATOR
 from core.database.tables import ApiKey, AuditEntry, now
-from core.tenancy import audit, keys, tenants
-from core.tenancy.audit import OPERATOR
+from core.tenancy import keys, tenants
 from core.tenancy.keys import NewKey, ProjectScope
 from core.tenancy.limits import Limits
 

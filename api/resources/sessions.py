@@ -21,10 +21,10 @@ from api.http.deps import (
 )
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
+from core.database.audit import Actor
 from core.database.engine import unit_of_work
 from core.database.tables import ApiKey, Project
 from core.tenancy import keys, sessions, single_sign_on
-from core.tenancy.audit import Actor
 
 router = APIRouter(prefix="/regraft/session", tags=["Console"])
 

@@ -29,6 +29,7 @@ from api.http.shutdown import Shutdown
 from api.resources.job_shapes import EventOut
 from core.asgi import UNBUFFERED
 from core.database.engine import Database
+from core.database.states import JOB
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey
 from core.jobs import events, fairness, lifecycle
@@ -155,7 +156,7 @@ async def follow(
         if not news.has_more and news.status != status:
             status = news.status
             yield _named("status", log.job_id, {"status": status})
-            if status in lifecycle.FINAL:
+            if status in JOB.final:
                 yield b"data: [DONE]\n\n"
                 return
             silence = 0.0

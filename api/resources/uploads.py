@@ -22,12 +22,12 @@ from api.resources.files import (
     last_segment,
     refuse_lost_store,
 )
+from core.database.audit import Actor
 from core.database.engine import Work
 from core.database.tables import File, Project, Upload, UploadPart
 from core.errors import InvalidRequest
 from core.storage import uploads
 from core.tenancy import tenants
-from core.tenancy.audit import Actor
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from core import outages, private
+from core.database import audit
+from core.database.audit import OPERATOR, Actor
 from core.database.columns import StorableText
-from core.tenancy import audit
-from core.tenancy.audit import OPERATOR, Actor
 from core.text import to_json
 
 
@@ -227,7 +227,7 @@ class Work:
         self.outbox.append(WakeMessage(task, queue, about))
 
     def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
-        """Append to the audit log in the same transaction; see core/tenancy/audit.py."""
+        """Append to the audit log in the same transaction; see core/database/audit.py."""
         audit.record(self.session, actor=self.actor, action=action, target=target, data=data)
 
 

@@ -20,6 +20,7 @@ from core.database import pages
 from core.database.engine import Database, Work
 from core.database.ids import new_id
 from core.database.pages import Page
+from core.database.states import EVAL_RUN
 from core.database.tables import EvalJournal, EvalPage, EvalRun, File, now
 from core.errors import BatchNotFound
 from core.evals import items, lifecycle, summary
@@ -217,7 +218,7 @@ def _of(project_id: str) -> Select[EvalRun]:
 def status(batch: EvalRun) -> Status:
     """The status under OpenAI's names. A batch that ended is final once its files are written."""
     is_expired = _is_expired(batch)
-    if batch.status in lifecycle.FINAL:
+    if batch.status in EVAL_RUN.final:
         if batch.status == "canceled" and not is_expired:
             return "cancelling" if batch.output_due else "cancelled"
         if batch.output_due:
@@ -235,7 +236,7 @@ def _is_expired(batch: EvalRun) -> bool:
 
 def due(session: Session, without: Sequence[str] = ()) -> list[EvalRun]:
     """Some of the batches that have ended and lack their files, apart from those with these ids."""
-    ended = select(EvalRun).where(EvalRun.output_due, EvalRun.status.in_(lifecycle.FINAL))
+    ended = select(EvalRun).where(EvalRun.output_due, EvalRun.status.in_(EVAL_RUN.final))
     ended = ended.where(EvalRun.id.not_in(without))
     return list(session.scalars(ended.order_by(EvalRun.seq).limit(20)))
 

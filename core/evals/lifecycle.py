@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from core.claims import MAX_BACK_OFF, Claim, Leases, back_off, bound_time, db_time, let_go, lock, put_back
 from core.database import pages
 from core.database.engine import Work, earliest_now
+from core.database.states import EVAL_RUN
 from core.database.tables import EvalJournal, EvalPage, EvalRun, now
 from core.errors import InvalidRequest
 from core.evals import imported
@@ -21,14 +22,13 @@ from core.outbound import webhooks
 from core.tenancy.limits import NO_LIMITS, Limits
 from core.turns import ClaimQueue
 
-WAITING, RUNNING = "queued", "in_progress"
-FINAL = frozenset({"completed", "failed", "canceled"})
+(WAITING,), (RUNNING,) = EVAL_RUN.waiting, EVAL_RUN.running
 PUT_OFF_SECONDS = 120.0  # of a run that its worker cannot begin
-LEASES = Leases(EvalRun, frozenset({RUNNING}), max_wait=max(PUT_OFF_SECONDS, MAX_BACK_OFF))
+LEASES = Leases(EvalRun, EVAL_RUN.held, max_wait=max(PUT_OFF_SECONDS, MAX_BACK_OFF))
 heartbeat, fenced, is_held = LEASES.heartbeat, LEASES.fenced, LEASES.is_held
 extend_leases = LEASES.extend_leases
 QUEUE = ClaimQueue(
-    EvalRun, WAITING, RUNNING, turn="last_eval_run", limit="running_eval_runs", running=(RUNNING,)
+    EvalRun, WAITING, RUNNING, turn="last_eval_run", limit="running_eval_runs", running=EVAL_RUN.running
 )
 # A run that ends its worker's process by itself, for example by its memory, must not do so for ever.
 MAX_LOST_WORKERS = 20
@@ -64,7 +64,7 @@ def cancel(work: Work, run: EvalRun) -> None:
     lock(work.session, run)
     if run.status == "canceled":
         return
-    if run.status in FINAL:
+    if run.status in EVAL_RUN.final:
         kind = "batch" if run.id.startswith("batch_") else "run"
         raise InvalidRequest(
             f"The {kind} {imported.public_id(run.id)} is already {run.status}.", code="invalid_run_state"
@@ -76,7 +76,7 @@ def cancel(work: Work, run: EvalRun) -> None:
 
 def remove(work: Work, run: EvalRun) -> list[str]:
     """Delete a run with its items, and cancel it first. Returns the keys of the blobs to delete after the commit."""
-    if run.status not in FINAL:
+    if run.status not in EVAL_RUN.final:
         cancel(work, run)
     session = work.session
     keys = list(session.scalars(select(EvalPage.blob_key).where(EvalPage.run_id == run.id)))
@@ -199,7 +199,11 @@ def expire_batches(session: Session, seconds: float) -> None:
     before = earliest_now(session) - seconds
     over = (
         select(EvalRun)
-        .where(EvalRun.output_due, EvalRun.status.in_((WAITING, RUNNING)), EvalRun.created_at < before)
+        .where(
+            EvalRun.output_due,
+            EvalRun.status.in_(EVAL_RUN.waiting + EVAL_RUN.running),
+            EvalRun.created_at < before,
+        )
         .order_by(EvalRun.seq)
         .with_for_update(skip_locked=True)
         .execution_options(populate_existing=True)

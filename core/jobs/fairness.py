@@ -18,14 +18,13 @@ from sqlalchemy import ColumnElement, Row, Subquery, and_, case, func, null, sel
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.database.engine import db_now
+from core.database.states import JOB
 from core.database.tables import Job, Project, ProjectTurns, Worker
 from core.jobs import pods
 from core.telemetry.silence import reports_itself
 from core.tenancy.limits import NO_LIMITS, Limits
 from core.turns import ClaimQueue, last_turn
 
-WAITING = ("queued", "validating_files")
-RUNNING = ("running", "pausing")
 # Sections of the queue before and after the jobs that are claimed in turn.
 HELD, BACKS_OFF = -1, 2
 
@@ -39,7 +38,7 @@ class QueuePosition:
 
 
 RUNS = ClaimQueue(
-    Job, waiting="queued", claimed="running", turn="last_turn", limit="running_jobs", running=RUNNING
+    Job, waiting="queued", claimed="running", turn="last_turn", limit="running_jobs", running=JOB.running
 )
 # Of new jobs, for the validation of their files: without a limit, and of any class.
 VALIDATIONS = ClaimQueue(Job, waiting="validating_files", claimed="validating_files", turn="last_validation")
@@ -56,7 +55,7 @@ def places(
     Each GPU class has a queue. Jobs before validation have a separate queue, which starts with those that are being
     validated.
     """
-    waiting = [job.id for job in jobs if job.status in WAITING]
+    waiting = [job.id for job in jobs if job.status in JOB.waiting]
     if not waiting:
         return {}
     lines = _lines(defaults)
@@ -131,7 +130,7 @@ def _lines(defaults: Limits) -> Subquery:
         .join(Project, Project.id == Job.project_id)
         .outerjoin(ProjectTurns, ProjectTurns.project_id == Job.project_id)
         .outerjoin(running, running.c.project_id == Job.project_id)
-        .where(Job.status.in_(WAITING))
+        .where(Job.status.in_(JOB.waiting))
         .subquery()
     ).c
     own = [one.line, one.project, one.rank]

@@ -11,7 +11,6 @@ A worker holds a `Claim` on its job (core/claims.py), in the order of core/jobs/
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import func, or_, select, update
@@ -21,6 +20,7 @@ from core.claims import Claim, Leases, back_off, db_time, let_go, lock, put_back
 from core.database import pages
 from core.database.engine import WakeMessage, Work, db_now, json_text
 from core.database.pages import Page
+from core.database.states import JOB, JOB_EDGES
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
 from core.jobs import budgets, events, fairness, queue, usage
@@ -28,26 +28,10 @@ from core.outbound import webhooks
 from core.telemetry import logs, tracing
 from core.tenancy.limits import NO_LIMITS, Limits
 
-EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "validating_files": frozenset({"queued", "failed", "cancelled"}),
-        "queued": frozenset({"running", "paused", "cancelled"}),
-        "running": frozenset({"queued", "pausing", "succeeded", "failed", "cancelled"}),
-        # A run may end before it sees the request to pause.
-        "pausing": frozenset({"paused", "succeeded", "failed", "cancelled"}),
-        "paused": frozenset({"queued", "cancelled"}),
-        "succeeded": frozenset(),
-        "failed": frozenset(),
-        "cancelled": frozenset(),
-    }
-)
-FINAL = frozenset(status for status, further in EDGES.items() if not further)
-# States in which a worker may hold the job.
-HELD = frozenset({"validating_files", "running", "pausing"})
 # Between two tries of a job that its worker cannot run. Longer than that worker rests, or the job would be due, and
 # first in the queue, each time that the worker claims one again.
 FIRST_PUT_OFF, MAX_PUT_OFF = 120.0, 600.0
-LEASES = Leases(Job, HELD, max_wait=MAX_PUT_OFF)
+LEASES = Leases(Job, JOB.held, max_wait=MAX_PUT_OFF)
 heartbeat, fenced, bound_times = LEASES.heartbeat, LEASES.fenced, LEASES.bound_times
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
@@ -174,7 +158,7 @@ def hold_back(session: Session, job: Job) -> None:
 def resume(work: Work, job: Job) -> None:
     """Queue a paused job, which will resume from its last checkpoint."""
     lock(work.session, job)
-    if job.status != "paused":  # EDGES would also allow a running job to be queued
+    if job.status != "paused":  # JOB_EDGES would also allow a running job to be queued
         raise _refusal(job, "queued")
     if job.budget is not None:
         budgets.refuse_if_reached(job, usage.captured_gpu_seconds(work.session, job))
@@ -188,7 +172,7 @@ def resume(work: Work, job: Job) -> None:
 def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
     """Set or remove the cap (from `budgets.stored`), effective from the end of the current step. Does not resume."""
     lock(work.session, job)
-    if job.status in FINAL:
+    if job.status in JOB.final:
         raise _refusal(job, job.status)
     job.budget = budget
     events.append(work.session, job.id, budgets.changed(budget))
@@ -437,13 +421,13 @@ def tasks_waiting(session: Session, gpu_class: str) -> list[str]:
 
 def _move(job: Job, to: str) -> None:
     """The only transition of the status, with its side effects."""
-    if to not in EDGES[job.status]:
+    if to not in JOB_EDGES[job.status]:
         raise _refusal(job, to)
     job.status = to
-    if to not in HELD:
+    if to not in JOB.held:
         let_go(job)
         job.estimated_finish = None  # null unless the job is running, as at OpenAI
-    if to in FINAL:
+    if to in JOB.final:
         job.finished_at = now()
     webhooks.status_changed(job)
 
@@ -459,7 +443,7 @@ def _put_back(session: Session, job: Job, after: float = 0.0) -> None:
 def _refusal(job: Job, to: str) -> InvalidJobState:
     if job.status == "cancelled":
         return InvalidJobState(f"Job has already been cancelled: {job.id}")
-    if job.status in FINAL:
+    if job.status in JOB.final:
         return InvalidJobState(f"Job has already completed: {job.id}")
     return InvalidJobState(f"Job is {job.status} and cannot become {to}: {job.id}")
 

@@ -19,6 +19,7 @@ from core.claims import Claim, Leases, due, let_go, lock, put_back, take
 from core.database import pages
 from core.database.engine import WakeMessage, Work
 from core.database.pages import Page
+from core.database.states import EVAL_RUN, JOB
 from core.database.tables import EvalRun, Job, Pipeline, now
 from core.errors import InvalidJobState, PipelineNotFound, QuotaExceeded
 from core.evals import lifecycle as eval_runs
@@ -120,10 +121,10 @@ def cancel(work: Work, pipeline: Pipeline) -> None:
     if pipeline.status in FINAL:
         raise InvalidJobState(f"The pipeline {pipeline.id} is already {pipeline.status}.")
     for job in _running_jobs(work.session, pipeline):
-        if job.status not in jobs.FINAL:
+        if job.status not in JOB.final:
             jobs.cancel(work, job)
     for run in _running_eval_runs(work.session, pipeline):
-        if run.status not in eval_runs.FINAL:
+        if run.status not in EVAL_RUN.final:
             eval_runs.cancel(work, run)
 
     def ended(stage: Stage) -> Stage:

@@ -8,10 +8,10 @@ from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from core.database.engine import json_text
+from core.database.states import JOB
 from core.database.tables import Job, TunedModel
 from core.errors import InvalidRequest, NotFound
 from core.jobs.hyperparameter_groups import Train
-from core.jobs.lifecycle import FINAL
 from core.jobs.methods import REWARD_MODEL
 from core.registry import Registry
 from core.results import model_aliases, tuned_models
@@ -76,7 +76,7 @@ class Parent:
 def checkpoints_in_use() -> Select[str]:
     """The ids of the checkpoints that unfinished jobs start from. Their names may have been deleted since."""
     checkpoint_id = json_text(Job.parent, "checkpoint_id")
-    return select(checkpoint_id).where(Job.status.not_in(FINAL), checkpoint_id.is_not(None))
+    return select(checkpoint_id).where(Job.status.not_in(JOB.final), checkpoint_id.is_not(None))
 
 
 def grading_model(

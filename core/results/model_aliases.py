@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from core.database import pages
+from core.database import audit, pages
 from core.database.engine import Work
 from core.database.pages import Page
 from core.database.tables import AuditEntry, ModelAlias, TunedModel, now
 from core.errors import AliasIsNoTarget, AliasNotFound, InvalidRequest, ModelNotFound
 from core.registry import Registry
 from core.results import tuned_models
-from core.tenancy import audit
 
 # No colon and no slash: the names of tuned models and of most base models have one.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"

@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Work
 from core.database.pages import Page
+from core.database.states import JOB
 from core.database.tables import Checkpoint, CheckpointPermission, Job, ModelAlias, Project, TunedModel
 from core.errors import InvalidRequest, PermissionNotFound
-from core.jobs.lifecycle import FINAL
 from core.jobs.methods import REWARD_MODEL
 
 
@@ -102,7 +102,7 @@ def _needing(session: Session, project_id: str, name: str) -> str | None:
     """
     unfinished = select(Job.id, Job.body).where(
         Job.project_id == project_id,
-        Job.status.not_in(FINAL),
+        Job.status.not_in(JOB.final),
         Job.method.in_(("reinforcement", "distillation")),
     )
     return next((job_id for job_id, body in session.execute(unfinished) if name in _read_by(body)), None)

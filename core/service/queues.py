@@ -8,6 +8,7 @@ from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
 
 from core.database.engine import db_now
+from core.database.states import JOB
 from core.database.tables import Attempt, EvalRun, Event, Job, Project
 from core.evals import lifecycle as eval_runs
 from core.jobs import fairness, pods
@@ -120,7 +121,7 @@ def _of_class(
     state = case((Job.status != "queued", "running"), (Job.next_run_at > now, "backing_off"), else_="ready")
     counted = (
         select(state, func.count())
-        .where(Job.gpu_class == gpu_class, Job.status.in_(("queued", *fairness.RUNNING)))
+        .where(Job.gpu_class == gpu_class, Job.status.in_(("queued", *JOB.running)))
         .group_by(state)
     )
     counts = Counter[str]()

@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, db_now
+from core.database.states import JOB
 from core.database.tables import Attempt, Checkpoint, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
 from core.jobs import fairness
@@ -227,7 +228,7 @@ def _fleet_jobs(session: Session, defaults: Limits, fleet_models: Collection[str
     counted = (
         select(Job.model, func.count())
         .where(Job.model.in_(fleet_models), _samples())
-        .where(or_(Job.status.in_(fairness.RUNNING), Job.seq.in_(startable)))
+        .where(or_(Job.status.in_(JOB.running), Job.seq.in_(startable)))
         .group_by(Job.model)
     )
     jobs = dict.fromkeys(fleet_models, 0)

@@ -9,6 +9,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from core.database.engine import db_now
+from core.database.states import JOB
 from core.database.tables import EvalRun, Job, Worker
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
@@ -110,7 +111,7 @@ def listed(session: Session) -> list[Seen]:
 
 def _tasks(session: Session) -> dict[str, list[WorkerTask]]:
     found: dict[str, list[WorkerTask]] = {}
-    jobs = select(Job).where(Job.lease_owner.is_not(None), Job.status.in_(lifecycle.HELD))
+    jobs = select(Job).where(Job.lease_owner.is_not(None), Job.status.in_(JOB.held))
     for job in session.scalars(jobs.order_by(Job.seq)):
         kind = "validation" if job.status == "validating_files" else "run"
         task = WorkerTask(kind, job.id, job.project_id, job.model, lifecycle.progress_of(job))

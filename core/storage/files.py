@@ -11,9 +11,9 @@ from core.database import pages
 from core.database.engine import Database, Work
 from core.database.ids import new_id
 from core.database.pages import Page
+from core.database.states import JOB
 from core.database.tables import EvalRun, File, Job, now
 from core.errors import FileNotFound, InvalidRequest
-from core.jobs.lifecycle import FINAL
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, RowForm
 from core.storage.foreign_files import EMPTY, container_of
@@ -292,7 +292,7 @@ def delete(work: Work, project_id: str, file_id: str) -> None:
 def in_use() -> ColumnElement[bool]:
     """True for a row of `files` that an unfinished job or eval run reads."""
     reads = (Job.training_file == File.id) | (Job.validation_file == File.id)
-    by_job = select(Job.seq).where(Job.status.not_in(FINAL), reads).exists()
+    by_job = select(Job.seq).where(Job.status.not_in(JOB.final), reads).exists()
     unfinished = EvalRun.status.in_(("queued", "in_progress"))
     return by_job | select(EvalRun.seq).where(unfinished, EvalRun.file_id == File.id).exists()
 

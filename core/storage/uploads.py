@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
 
+from core.database.audit import OPERATOR, Actor
 from core.database.engine import Database, Work, earliest_now
 from core.database.ids import new_id
 from core.database.tables import File, Upload, UploadPart, now
@@ -25,7 +26,6 @@ from core.storage.foreign_files import HEAD_BYTES
 from core.storage.store import BlobCorrupt, BlobInfo, BlobNotFound, BlobStore, NotDeleted
 from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
-from core.tenancy.audit import OPERATOR, Actor
 from core.tenancy.limits import NO_LIMITS, Limits
 
 LIFETIME = 3600

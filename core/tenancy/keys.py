@@ -13,10 +13,10 @@ from typing import Literal, get_args
 from sqlalchemy import ColumnElement, or_, select, text, update
 from sqlalchemy.orm import Session
 
+from core.database.audit import operator_of
 from core.database.engine import Work
 from core.database.tables import ApiKey, Organization, Project, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
-from core.tenancy.audit import operator_of
 
 ProjectScope = Literal["read", "write", "admin"]  # that administrators of a project may give
 Scope = Literal["read", "write", "admin", "operator"]

@@ -15,11 +15,11 @@ from pydantic_core import PydanticCustomError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.database.audit import operator_of
 from core.database.engine import Work
 from core.database.tables import ApiKey, Project
 from core.errors import InvalidApiKey
 from core.tenancy import keys
-from core.tenancy.audit import operator_of
 from core.tenancy.keys import Scope
 
 KEY_NAME = "single sign-on"

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Text, case, cast, func, select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Work
+from core.database.states import EVAL_RUN, JOB
 from core.database.tables import (
     Eval,
     EvalJournal,
@@ -33,9 +34,6 @@ from core.database.tables import (
     now,
 )
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
-from core.evals import lifecycle as eval_runs
-from core.jobs import lifecycle
-from core.jobs.fairness import RUNNING, WAITING
 from core.tenancy.limits import Limits
 
 DAY = 86400
@@ -110,24 +108,6 @@ def rename_project(work: Work, project: Project, name: str) -> None:
     work.record("project.renamed", project.id, {"before": before, "after": project.name})
 
 
-def archive_project(work: Work, project: Project) -> None:
-    """Revoke access to the project and cancel its jobs and eval runs, which no key could stop otherwise.
-
-    Rows and files are kept.
-    """
-    if project.archived_at is not None:
-        return
-    # Jobs first, in the lock order of workers: a claim locks the job and then the project.
-    unfinished = select(Job).where(Job.project_id == project.id, Job.status.not_in(lifecycle.FINAL))
-    for job in work.session.scalars(unfinished.order_by(Job.seq)).all():
-        lifecycle.cancel(work, job)
-    runs = select(EvalRun).where(EvalRun.project_id == project.id, EvalRun.status.not_in(eval_runs.FINAL))
-    for run in work.session.scalars(runs.order_by(EvalRun.seq)).all():
-        eval_runs.cancel(work, run)
-    project.archived_at = now()
-    work.record("project.archived", project.id)
-
-
 def _about(work: Work, organization: Organization, project: Project | None = None) -> Work:
     """The same work, logged in this organization and project, to which the author may not belong yet."""
     of_project = None if project is None else project.id
@@ -180,7 +160,7 @@ def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None
         return
     _lock(session, project_id)
     if limits.queued_jobs is not None:
-        before = _jobs(session, project_id, WAITING) - 1
+        before = _jobs(session, project_id, JOB.waiting) - 1
         if before >= limits.queued_jobs:
             hint = "wait until one of them has started, or cancel one"
             raise QuotaExceeded("queued_jobs", used=before, maximum=limits.queued_jobs, hint=hint)
@@ -196,7 +176,7 @@ def refuse_eval_run_beyond(session: Session, project_id: str, limits: Limits) ->
     """
     if limits.queued_eval_runs is not None:
         _lock(session, project_id)
-        before = _eval_runs(session, project_id, eval_runs.WAITING) - 1
+        before = _eval_runs(session, project_id, EVAL_RUN.waiting) - 1
         if before >= limits.queued_eval_runs:
             hint = "wait until one of them has started, or cancel one"
             raise QuotaExceeded("queued_eval_runs", used=before, maximum=limits.queued_eval_runs, hint=hint)
@@ -309,10 +289,10 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
     """Current usage by limit, except the request rate."""
     used = usage_since(session, project_id)
     return {
-        "running_jobs": _jobs(session, project_id, RUNNING),
-        "queued_jobs": _jobs(session, project_id, WAITING),
-        "running_eval_runs": _eval_runs(session, project_id, eval_runs.RUNNING),
-        "queued_eval_runs": _eval_runs(session, project_id, eval_runs.WAITING),
+        "running_jobs": _jobs(session, project_id, JOB.running),
+        "queued_jobs": _jobs(session, project_id, JOB.waiting),
+        "running_eval_runs": _eval_runs(session, project_id, EVAL_RUN.running),
+        "queued_eval_runs": _eval_runs(session, project_id, EVAL_RUN.waiting),
         "storage_bytes": stored_bytes(session, project_id),
         "gpu_seconds_per_30_days": round(used.gpu_seconds, 1),
         "grader_tokens_per_30_days": used.grader_tokens,
@@ -375,8 +355,8 @@ def _jobs(session: Session, project_id: str, statuses: Sequence[str]) -> int:
     return session.scalars(select(func.count()).select_from(Job).where(*these)).one()
 
 
-def _eval_runs(session: Session, project_id: str, status: str) -> int:
-    these = EvalRun.project_id == project_id, EvalRun.status == status
+def _eval_runs(session: Session, project_id: str, statuses: Sequence[str]) -> int:
+    these = EvalRun.project_id == project_id, EvalRun.status.in_(statuses)
     return session.scalars(select(func.count()).select_from(EvalRun).where(*these)).one()
 
 

@@ -10,14 +10,14 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.rate_limits import LocalRates
+from core.database.audit import operator_of
 from core.database.engine import Database, Work
 from core.database.tables import Organization, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from core.tenancy import keys, tenants
-from core.tenancy.audit import operator_of
 from core.tenancy.keys import Scope
 from core.tenancy.limits import Limits
 from graders.backends import Backends

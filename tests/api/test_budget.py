@@ -10,7 +10,7 @@ from openai import BadRequestError, OpenAI
 from sqlalchemy import event, update
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.engine import Work
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle, usage

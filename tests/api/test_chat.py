@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
-from api.http.app import create_app
+from api.app import create_app
 from api.resources.chat import Upstream
 from core.database.tables import Checkpoint, TunedModel
 from core.registry import Registry

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.engine import Database
 from core.settings import Settings
 from tests.api.conftest import House

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from api.http.app import MAX_JSON_BYTES
+from api.app import MAX_JSON_BYTES
 from api.http.json_bodies import UniqueKeysRoute
 from core.database.engine import Database
 from core.storage import disk

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.rate_limits import LocalRates
 from core.database.tables import Job
 from core.registry import BaseModelEntry, Registry

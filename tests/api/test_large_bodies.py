@@ -11,8 +11,8 @@ import httpx2
 import pytest
 from starlette.requests import Request
 
+from api.app import SMALL_JSON_BYTES
 from api.http.admission import Admission, ConcurrencyLimit
-from api.http.app import SMALL_JSON_BYTES
 from api.http.large_bodies import BodyRejected, LargeBodies, body_is_read
 from core.database.engine import Database
 from core.errors import InvalidApiKey

@@ -21,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from sqlalchemy import event, select, update
 from sqlalchemy.exc import OperationalError
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.tables import Preview
 from core.registry import BaseModelEntry, Registry
 from core.results import previews

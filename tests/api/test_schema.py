@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
-from api.http.app import MAX_JSON_BYTES, create_app
+from api.app import MAX_JSON_BYTES, create_app
 from api.http.openapi import refusals_of
 from core.registry import Registry
 from core.settings import Settings

@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
+from api.app import create_app
 from api.http import console
-from api.http.app import create_app
 from core.database.tables import ApiKey, ConsoleSession, now
 from core.settings import Settings
 from core.tenancy import keys, sessions

@@ -11,11 +11,12 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.sign_on import PEER, behind_proxies, identify
 from core.database.engine import Work
 from core.database.tables import ApiKey, AuditEntry
 from core.errors import InvalidApiKey
+from core.service.archiving import archive_project
 from core.settings import Settings
 from core.tenancy import keys, tenants
 from tests.api.conftest import House
@@ -350,7 +351,7 @@ def test_revoking_the_key_of_a_user_ends_the_sessions_and_not_the_access(house: 
 
 def test_an_archived_project_lets_nobody_in(house: House, door: Door) -> None:
     with house.database.write() as session:
-        tenants.archive_project(Work(session), tenants.get_project(session, house.project.id))
+        archive_project(Work(session), tenants.get_project(session, house.project.id))
 
     assert "is archived" in message(log_in(door.user("ana@example.org")))
 

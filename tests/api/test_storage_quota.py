@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from sqlalchemy import func, select
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.tables import (
     Eval,
     EvalRun,

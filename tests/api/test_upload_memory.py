@@ -15,7 +15,7 @@ SERVER = """
 import sys
 import uvicorn
 from pathlib import Path
-from api.http.app import create_app
+from api.app import create_app
 from core.tenancy import keys
 from core.storage.store import FolderBlobs
 from core.database.engine import Database

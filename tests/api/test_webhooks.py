@@ -14,7 +14,7 @@ from openai import OpenAI
 from openai._exceptions import BadRequestError
 from openai.types.webhooks.webhook_endpoint_with_secret import WebhookEndpointWithSecret
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.tables import Job, Project, WebhookDelivery
 from core.outbound import webhooks
 from core.outbound.http import Outgoing

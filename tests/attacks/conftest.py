@@ -22,10 +22,10 @@ import httpx
 import psutil
 import pytest
 
+from core.database.audit import operator_of
 from core.database.engine import Database, Work
 from core.database.tables import Organization, Project
 from core.tenancy import keys
-from core.tenancy.audit import operator_of
 from core.tenancy.keys import Scope
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.servers import reserve_port

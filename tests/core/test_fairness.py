@@ -14,9 +14,10 @@ from sqlalchemy.orm import Session
 from core.claims import Claim
 from core.database import pages
 from core.database.engine import Database, Work, db_now
+from core.database.states import JOB, JOB_EDGES
 from core.database.tables import Job, Project, Worker
 from core.jobs import fairness, lifecycle
-from core.tenancy import tenants
+from core.service.archiving import archive_project
 from core.tenancy.limits import NO_LIMITS, Limits
 from tests import factories
 from tests.present import present
@@ -425,7 +426,7 @@ def test_a_job_whose_files_are_being_validated_says_so(session: Session) -> None
     assert place(session, job) == fairness.QueuePosition(1, "its files are being validated")
 
 
-@pytest.mark.parametrize("status", sorted(lifecycle.EDGES.keys() - set(fairness.WAITING)))
+@pytest.mark.parametrize("status", sorted(JOB_EDGES.keys() - set(JOB.waiting)))
 def test_a_job_that_does_not_wait_has_no_place(session: Session, status: str) -> None:
     job = factories.job(session, factories.project(session), status=status)
 
@@ -446,6 +447,6 @@ def test_an_archived_project_waits_for_nothing(session: Session) -> None:
     project = factories.project(session)
     factories.job(session, project)
 
-    tenants.archive_project(Work(session), project)
+    archive_project(Work(session), project)
 
     assert claim(session) is None

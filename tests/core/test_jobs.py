@@ -10,10 +10,10 @@ from sqlalchemy.orm import Session
 
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work, db_now
+from core.database.states import JOB, JOB_EDGES
 from core.database.tables import Event, Job, Project
 from core.errors import InvalidJobState, InvalidRequest, JobNotFound
 from core.jobs import events, lifecycle, queue
-from core.jobs.lifecycle import EDGES, FINAL, HELD
 from tests import factories
 from tests.present import present, untyped
 
@@ -56,20 +56,20 @@ def fresh(session: Session, job: Job) -> Job:
 
 
 def test_every_edge_leads_to_a_known_status() -> None:
-    assert {status for further in EDGES.values() for status in further} <= set(EDGES)
+    assert {status for further in JOB_EDGES.values() for status in further} <= set(JOB_EDGES)
 
 
 def test_nothing_follows_the_statuses_that_openais_clients_wait_for() -> None:
-    assert set(FINAL) == {"succeeded", "failed", "cancelled"}
+    assert set(JOB.final) == {"succeeded", "failed", "cancelled"}
 
 
 def test_cancel_is_possible_from_everywhere_else() -> None:
-    assert all("cancelled" in EDGES[status] for status in set(EDGES) - FINAL)
+    assert all("cancelled" in JOB_EDGES[status] for status in set(JOB_EDGES) - JOB.final)
 
 
 def test_the_graph_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
-        untyped(EDGES)["failed"] = frozenset({"queued"})
+        untyped(JOB_EDGES)["failed"] = frozenset({"queued"})
 
 
 # Create, read, list.
@@ -214,7 +214,7 @@ ANSWERS: dict[Callable[[Work, Job], None], dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("action", ANSWERS, ids=lambda action: action.__name__)
-@pytest.mark.parametrize("status", EDGES)
+@pytest.mark.parametrize("status", JOB_EDGES)
 def test_a_user_gets_the_next_status_or_a_reason(
     work: Work, project: Project, action: Callable[[Work, Job], None], status: str
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_job_that_has_ended_is_refused_in_openais_words(work: Work, project: P
         lifecycle.cancel(work, job)
 
 
-@pytest.mark.parametrize("status", sorted(HELD))
+@pytest.mark.parametrize("status", sorted(JOB.held))
 def test_cancel_takes_the_job_from_its_worker_at_once(database: Database, status: str) -> None:
     with database.write() as session:
         job = factories.job(session, factories.project(session), status=status, epoch=4)
@@ -310,7 +310,7 @@ def test_a_claim_starts_the_job_and_holds_it(session: Session, project: Project)
 
 
 def test_there_may_be_nothing_to_claim(session: Session, project: Project) -> None:
-    for status in EDGES.keys() - {"queued"}:
+    for status in JOB_EDGES.keys() - {"queued"}:
         factories.job(session, project, status=status)
 
     assert claim(session) is None
@@ -484,7 +484,7 @@ def test_however_a_claim_ends_the_job_is_free_again(
     end(session, job)
 
     assert (fresh(session, job).status, is_held(job), job.estimated_finish) == (expected, False, None)
-    assert (job.finished_at is not None) == (expected in FINAL)
+    assert (job.finished_at is not None) == (expected in JOB.final)
     assert messages(session, job)
 
 
@@ -493,7 +493,7 @@ def test_however_a_claim_ends_the_job_is_free_again(
     [
         (end, status)
         for end, ends in ((succeed, ENDS[succeed]), (fail, ENDS[fail]))
-        for status in EDGES
+        for status in JOB_EDGES
         if status not in ends
     ],
 )
@@ -638,7 +638,7 @@ def test_a_worker_that_was_replaced_writes_nothing(database: Database) -> None:
         assert (job.result_file, job.lease_owner) == (None, "second")
 
 
-@pytest.mark.parametrize("status", sorted(set(EDGES) - HELD))
+@pytest.mark.parametrize("status", sorted(set(JOB_EDGES) - JOB.held))
 def test_nobody_writes_to_a_job_that_nobody_holds(database: Database, status: str) -> None:
     """Not even with the right epoch: the run that has ended its job is done with it."""
     with database.write() as session:
@@ -765,7 +765,7 @@ def test_a_worker_that_starts_shortens_no_wait_of_a_job_that_was_put_off(
 
 
 def test_a_live_lease_is_left_alone(session: Session, project: Project) -> None:
-    for status in HELD:
+    for status in JOB.held:
         factories.job(session, project, status=status)
 
     assert lifecycle.expire_leases(session, max_failures=3) == 0
@@ -828,7 +828,7 @@ def test_a_project_whose_jobs_must_wait_does_not_keep_anothers_from_being_announ
 
 
 def test_nobody_is_woken_for_work_that_is_taken_over_or_not_due(session: Session, project: Project) -> None:
-    for status in EDGES.keys() - {"queued"}:
+    for status in JOB_EDGES.keys() - {"queued"}:
         factories.job(session, project, status=status)
     factories.job(session, project, next_run_at=present(session.scalar(select(db_now()))) + 60)
 

@@ -4,11 +4,11 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.database.audit import OPERATOR
 from core.database.engine import Work
 from core.database.tables import ApiKey, AuditEntry, Project, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
 from core.tenancy import keys
-from core.tenancy.audit import OPERATOR
 from core.tenancy.keys import Scope
 from tests import factories
 

@@ -31,6 +31,7 @@ from sqlalchemy.orm import Session
 
 from core.claims import MAX_BACK_OFF, Claim, LeaseLost, Leases
 from core.database.engine import Database, Work, db_now
+from core.database.states import EVAL_RUN, JOB_EDGES
 from core.database.tables import EvalRun, Event, Job, Leased, Pipeline, Project
 from core.errors import ServiceError
 from core.evals import lifecycle as eval_runs
@@ -124,7 +125,7 @@ def finish_job(session: Session, job: Job) -> None:
 
 JOBS = Kind(
     jobs.LEASES,
-    jobs.EDGES,
+    JOB_EDGES,
     new_job,
     {"validating_files": validate_job, "queued": run_job},
     [jobs.pause, jobs.resume, jobs.resume, jobs.cancel],
@@ -159,7 +160,7 @@ EVAL_RUNS = Kind(
         "queued": frozenset({"in_progress", "canceled"}),
         "in_progress": frozenset({"queued", "completed", "failed", "canceled"}),
     }
-    | dict.fromkeys(eval_runs.FINAL, frozenset()),
+    | dict.fromkeys(EVAL_RUN.final, frozenset()),
     new_run,
     {"queued": lambda session, owner: eval_runs.claim(session, owner=owner, lease_seconds=LEASE)},
     [eval_runs.cancel],

@@ -11,6 +11,7 @@ from core.database.engine import Database, Work
 from core.database.tables import AuditEntry, Job, Preview, Project, ProjectUsage, Upload, now
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
 from core.jobs import usage
+from core.service.archiving import archive_project
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from tests import factories
@@ -67,8 +68,8 @@ def test_archiving_a_project_stops_its_jobs_and_nobody_elses(work: Work, project
     mine = [factories.job(work.session, project, status=status) for status in statuses]
     theirs = factories.job(work.session, factories.project(work.session))
 
-    tenants.archive_project(work, project)
-    tenants.archive_project(work, project)
+    archive_project(work, project)
+    archive_project(work, project)
 
     work.session.flush()
     assert [job.status for job in mine] == ["cancelled"] * 5 + ["succeeded"]

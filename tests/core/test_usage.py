@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from core.claims import Claim
 from core.database.engine import Database, Work
+from core.database.states import JOB
 from core.database.tables import Checkpoint, Event, Job, ModelUsage, Project, ProjectUsage
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
@@ -381,7 +382,7 @@ class TestPausingAtTheCap:
 
         assert paused.status == "queued"
 
-    @pytest.mark.parametrize("status", sorted(lifecycle.FINAL))
+    @pytest.mark.parametrize("status", sorted(JOB.final))
     def test_a_job_that_ended_has_no_use_for_a_budget(self, session: Session, job: Job, status: str) -> None:
         job.status = status
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from core.database.audit import operator_of
 from core.database.engine import Database, Work
 from core.database.tables import Organization, Project
 from core.settings import Settings
 from core.tenancy import keys
-from core.tenancy.audit import operator_of
 from tests.e2e.conftest import ROOT, Server, jsonl
 from tests.e2e.documents import DOCS, ID, alike, entered, lay_out, run_examples, shown_commands
 from tests.e2e.test_openai_client import GRADER, TRAIN, VALID

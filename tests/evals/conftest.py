@@ -13,7 +13,7 @@ from anyio.from_thread import start_blocking_portal
 from openai import OpenAI
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.rate_limits import LocalRates
 from api.resources.batch_requests import prepare_request
 from core.database.engine import Database, Work

@@ -26,6 +26,7 @@ from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, Webhoo
 from core.evals import items, lifecycle
 from core.outbound import webhooks
 from core.retry import RetryPolicy
+from core.service.archiving import archive_project
 from core.storage import fsck, orphans
 from core.storage.store import CHUNK_BYTES, FolderBlobs
 from core.tenancy import tenants
@@ -458,7 +459,7 @@ def test_the_runs_of_an_archived_project_end(
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(1))
     with house.database.write() as session:
-        tenants.archive_project(Work(session), session.get_one(Project, house.project.id))
+        archive_project(Work(session), session.get_one(Project, house.project.id))
 
     assert house.row(run.id).status == "canceled"
 

@@ -7,8 +7,8 @@ import pytest
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, Family
-from worker.model import compatibility
-from worker.model.compatibility import ForwardVerdict
+from worker.checks import compatibility
+from worker.checks.compatibility import ForwardVerdict
 from worker.model.policy import Policy, load_base, read_config
 from worker.refusals import UnsupportedModel
 

@@ -15,8 +15,8 @@ import torch
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
+from worker.checks import compatibility
 from worker.engine.client import EngineLost
-from worker.model import compatibility
 from worker.model.policy import Policy, load_base
 from worker.refusals import Refusal, first_line
 from worker.sampling import Sampling

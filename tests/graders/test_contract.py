@@ -11,7 +11,7 @@ from openai import BadRequestError, OpenAI
 from openai.types.fine_tuning.alpha import GraderRunResponse
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.engine import Database
 from core.registry import Registry
 from core.settings import Settings

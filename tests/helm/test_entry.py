@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.sign_on import behind_proxies
 from core.database.engine import Database
 from core.settings import Settings

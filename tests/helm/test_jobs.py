@@ -20,6 +20,7 @@ from sqlalchemy import select
 
 from core.database.engine import Database
 from core.database.migrate import upgrade
+from core.database.states import JOB
 from core.database.tables import Attempt, Job
 from core.jobs import lifecycle
 from core.service import queues
@@ -168,7 +169,7 @@ def all_ended(pool: Pool) -> bool:
     with pool.database.write() as session:
         lifecycle.expire_leases(session, max_failures=3)  # as the keeper does
         jobs = session.query(Job).count()
-        unfinished = session.query(Job).filter(Job.status.not_in(lifecycle.FINAL)).count()
+        unfinished = session.query(Job).filter(Job.status.not_in(JOB.final)).count()
     new = min(NUMBER - jobs, AT_ONCE - unfinished)
     if new:
         pool.queue(new)

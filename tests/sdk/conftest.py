@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from regraft import AsyncRegraft, Regraft
 
-from api.http.app import create_app
+from api.app import create_app
 from api.resources.batch_requests import prepare_request
 from api.resources.chat import Upstream
 from core.database.engine import Database, Work

@@ -8,7 +8,7 @@ import pytest
 from regraft.cli import main
 from regraft.starters import KINDS, write
 
-from api.http.app import create_app
+from api.app import create_app
 from core.database.engine import Database
 from core.registry import Registry
 from core.settings import Settings

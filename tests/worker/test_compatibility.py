@@ -15,7 +15,8 @@ from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.present import untyped
 from tests.tiny import make_tiny_model
-from worker.model import attention, compatibility
+from worker.checks import compatibility
+from worker.model import attention
 from worker.model.architecture import refuse_beyond_full_attention
 from worker.model.batch import tensors_of
 from worker.model.decoding import Decoding

@@ -14,8 +14,8 @@ from core.model_checks import ModelCheck, ModelChecks, differ, installed_version
 from core.registry import BaseModelEntry
 from tests.present import present
 from tests.tiny import make_tiny_model
-from worker.model.compatibility import ForwardVerdict
-from worker.model.compatibility_cache import probed, store_coverage
+from worker.checks.compatibility import ForwardVerdict
+from worker.checks.compatibility_cache import probed, store_coverage
 from worker.model.policy import Policy, Route, load_base
 
 

@@ -15,8 +15,8 @@ from core.settings import Settings
 from tests.families.conftest import policy_on
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.worker.conftest import Bench
+from worker.checks.compatibility import reference_logprobs
 from worker.model.architecture import class_of
-from worker.model.compatibility import reference_logprobs
 from worker.model.policy import read_config
 
 TITLES = (

@@ -31,7 +31,7 @@ from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.test_offline_training import conversations, pairs
 from tests.worker.test_offline_training import settings as offline_settings
 from tests.worker.test_training import drawn, prompt, sampling
-from worker.model import compatibility
+from worker.checks import compatibility
 from worker.model.full import FullPolicy, refuse, refuse_other_names
 from worker.model.lowering import PlanSizes
 from worker.model.policy import Base, load_base

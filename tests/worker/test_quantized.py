@@ -15,8 +15,8 @@ from torch import Tensor
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.worker.test_family_jobs import train_on
+from worker.checks.compatibility import refuse_by_config
 from worker.model import memory, quantized
-from worker.model.compatibility import refuse_by_config
 from worker.model.policy import Policy, load_base, read_config
 from worker.refusals import UnsupportedModel
 from worker.serving.export import TEXTS, merge

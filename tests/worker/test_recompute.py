@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
-from worker.model import compatibility, recompute
+from worker.checks import compatibility
+from worker.model import recompute
 from worker.model.batch import tensors_of
 from worker.model.policy import Policy, load_base
 from worker.model.token_logprobs import logprobs

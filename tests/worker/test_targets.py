@@ -16,7 +16,8 @@ from core.registry import BaseModelEntry
 from core.units import GIB
 from tests.families.zoo import CONTEXT, FAMILIES, Family
 from tests.hyperparameters import in_groups
-from worker.model import compatibility, memory, sizing
+from worker.checks import compatibility
+from worker.model import memory, sizing
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
 from worker.model.policy import Policy, load_base

@@ -12,13 +12,15 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.database import audit
+from core.database.audit import operator_of
 from core.database.engine import Database, Work
 from core.database.tables import ApiKey, MemoryLimit, Organization, Project, now
 from core.errors import InvalidRequest, ServiceError
 from core.jobs import memory_limits
+from core.service.archiving import archive_project
 from core.settings import Settings
-from core.tenancy import audit, keys, tenants
-from core.tenancy.audit import operator_of
+from core.tenancy import keys, tenants
 from core.tenancy.keys import NewKey
 from core.tenancy.limits import Limits
 from worker.cli.service import configured, prepare
@@ -89,7 +91,7 @@ def _project_rename(work: Work, args: argparse.Namespace, settings: Settings) ->
 
 def _project_archive(work: Work, args: argparse.Namespace, settings: Settings) -> Row:
     project = tenants.get_project(work.session, args.id)
-    tenants.archive_project(_on(work, project), project)
+    archive_project(_on(work, project), project)
     return _project(project)
 
 

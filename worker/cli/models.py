@@ -180,7 +180,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
     Raises:
         Refusal: it is not supported, damaged, too large for this machine, or cannot be downloaded.
     """
-    from worker.model import compatibility, compatibility_cache
+    from worker.checks import compatibility, compatibility_cache
     from worker.model.architecture import architecture
     from worker.model.memory import shape_of
     from worker.model.policy import DTYPES, Policy, load_base, read_config, source_of

@@ -23,7 +23,7 @@ import uvicorn
 from sqlalchemy import make_url
 from sqlalchemy.exc import DBAPIError
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
 from api.http.sign_on import behind_proxies

@@ -157,7 +157,7 @@ def state_bytes_of(config: Any) -> int:
 
 
 def expects_rows(config: Any) -> bool:
-    """Whether the model will probably be computed in rows; worker/model/compatibility.py finds out with its weights.
+    """Whether the model will probably be computed in rows; worker/checks/compatibility.py finds out with its weights.
 
     Recurrent states and indexes of keys cannot be shared in a pack, nor can a class that does not ask for attention.
     """

@@ -390,7 +390,7 @@ class Policy:
         Raises:
             InvalidTargets: `targets` names layers that do not exist, or that cannot have an adapter.
             UnsupportedModel: the model has no layers for an adapter, or is not built as we know it. Whether it is
-                computed rightly is for `worker.model.compatibility.probe` to say.
+                computed rightly is for `worker.checks.compatibility.probe` to say.
         """
         self._kinds = {layer.name: layer.kind for layer in adaptable_layers(base.model)}
         with torch.random.fork_rng(devices=[]):
@@ -555,7 +555,7 @@ class Policy:
                 parameter.grad = None
 
     def use(self, route: Route) -> None:
-        """Compute from now on as `worker.model.compatibility.probe` found to be right."""
+        """Compute from now on as `worker.checks.compatibility.probe` found to be right."""
         own = "eager" if route.eager else self._own_attention
         self.causal.set_attn_implementation(attention.NAME if route.forward == "packed" else own)
         self.route = route

@@ -10,8 +10,8 @@ import torch
 from core.jobs.hyperparameters import Resolved
 from core.results.lineage import Parent
 from worker.attempt import Attempt
+from worker.checks.compatibility import ForwardVerdict
 from worker.interfaces import Trainer
-from worker.model.compatibility import ForwardVerdict
 from worker.model.memory import later_if_memory_is_taken
 from worker.model.meta_policy import unloaded_policy
 from worker.model.parent import start_from, whole_weights

@@ -13,9 +13,10 @@ from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.settings import Settings
 from worker.attempt import Attempt
+from worker.checks import compatibility
 from worker.device import select_device
-from worker.model import compatibility, memory, quantized
 from worker.model import full as full_policy
+from worker.model import memory, quantized
 from worker.model.architecture import refusing
 from worker.model.policy import DTYPES, read_config, source_of
 from worker.model.sizing import Shape

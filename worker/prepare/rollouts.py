@@ -4,11 +4,11 @@ from functools import partial
 
 from graders.spec import GraderSpec
 from graders.types import Grader
+from worker.checks import compatibility_cache
 from worker.gpu_ratio import RatioMeasurement
 from worker.heartbeat import HeartbeatSampler, HeartbeatTrainer
 from worker.instruments import InstrumentedSampler
 from worker.interfaces import Scorer, Trainer
-from worker.model import compatibility_cache
 from worker.model.architecture import has_experts
 from worker.model.policy import Policy
 from worker.model.sizing import MemoryPlan
@@ -100,7 +100,7 @@ def sampler_of(plan: TrainingPlan, task: PromptTask, policy: Policy, recorder: J
         base.sampler,
         policy,
         plan.settings,
-        recorder,
+        recorder.warn,
         shape=base.shape,
         plan=plan.memory,
         store=BlobAdapters(plan.attempt),

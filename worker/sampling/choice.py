@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from core.registry import BaseModelEntry, Device, SamplerName, sampler_of, vllm_problem
 from core.settings import Settings
@@ -12,13 +13,14 @@ from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, MemoryPlan, Shape
 from worker.packages import vllm_version
-from worker.recording.recorder import JobRecorder
 from worker.sampling import Sampler, placement, published, vllm
 from worker.sampling.fleet import FleetConfig
 from worker.sampling.own import LowerEngine
 from worker.sampling.placement import NotPlaceable, Placement
 from worker.sampling.transformers import TransformersSampler
 from worker.sampling.weights import AdapterStore, WeightFiles
+
+Warn = Callable[[str, dict[str, Any]], None]  # a message of the job, and its data
 
 
 class SamplerMissing(Exception):
@@ -108,7 +110,7 @@ def build(
     name: SamplerName,
     policy: Policy,
     settings: Settings,
-    recorder: JobRecorder,
+    warn: Warn,
     *,
     shape: Shape,
     plan: MemoryPlan,
@@ -122,6 +124,7 @@ def build(
     """Build the sampler.
 
     Args:
+        warn: adds an event to the job's.
         store: where a fleet finds the adapter.
         fleet: of the model, if it has one.
         continues: whether answers in flight continue with the policy after an update.
@@ -138,10 +141,10 @@ def build(
             max_tokens_in_flight=min(MAX_TOKENS_IN_FLIGHT, max(1, plan.cache_bytes // token)),
             row_tokens=math.ceil(beside / token),
         )
-    on_left_out = partial(report_left_out, recorder, store_coverage)
+    on_left_out = partial(report_left_out, warn, store_coverage)
     if fleet is not None:
         return vllm.with_fleet(
-            policy, fleet, store, on_lost=partial(report_lost, recorder), on_left_out=on_left_out
+            policy, fleet, store, on_lost=partial(report_lost, warn), on_left_out=on_left_out
         )
     weights = None
     if isinstance(policy, FullPolicy):
@@ -157,22 +160,22 @@ def build(
         sleeps=plan.sleeps,
         continues=continues,
         lower=lower,
-        on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
+        on_restart=lambda reason: warn(f"The sampler was restarted: {reason}", {"reason": reason}),
         on_left_out=on_left_out,
     )
 
 
-def report_lost(recorder: JobRecorder, reason: str) -> None:
-    recorder.warn(f"A sampler of the fleet was lost: {reason}", {"reason": reason})
+def report_lost(warn: Warn, reason: str) -> None:
+    warn(f"A sampler of the fleet was lost: {reason}", {"reason": reason})
 
 
 def report_left_out(
-    recorder: JobRecorder, store_coverage: Callable[[Policy], None], policy: Policy, modules: Sequence[str]
+    warn: Warn, store_coverage: Callable[[Policy], None], policy: Policy, modules: Sequence[str]
 ) -> None:
     """Warn of the layers that vLLM cannot adapt, and correct the coverage that the job has reported and stored."""
     store_coverage(policy)
     names = f"{', '.join(modules[:3])}{', ...' if len(modules) > 3 else ''}"
-    recorder.warn(
+    warn(
         f"vLLM puts no adapter on {len(modules)} of the layers, so they are not trained: {names}. "
         f"The adapter is on {policy.coverage}.",
         {"modules": list(modules), **policy.coverage.as_data()},

@@ -135,7 +135,7 @@ class TransformersSampler:
     def _draws(self, seeds: Sequence[int], tokens: int) -> Tensor:
         """Uniform numbers [R, T], a row from each answer's own seed: its text depends on its batch by rounding only.
 
-        worker/model/compatibility.py replays given tokens by replacing this and `_choose`.
+        worker/checks/compatibility.py replays given tokens by replacing this and `_choose`.
         """
         rows = [torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         return torch.stack(rows)

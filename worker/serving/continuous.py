@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from worker.model import attention, compatibility, policy
+from worker.checks import compatibility
+from worker.model import attention, policy
 from worker.model.architecture import refuse_beyond_full_attention, refusing, suspects
 from worker.model.decoding import CopiedDecoding
 from worker.model.generation import DecodingBatch, RowSettings, join

@@ -18,8 +18,8 @@ from sqlalchemy.orm import Session, aliased
 
 from core.claims import bound_time
 from core.database.engine import Database, db_now
+from core.database.states import JOB
 from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
-from core.jobs.lifecycle import FINAL
 from core.masking import hide_in_error
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
@@ -194,7 +194,9 @@ def bound_times(session: Session) -> None:
 
 def remove_old(database: Database, clock: Callable[[], ColumnElement[float] | float] = db_now) -> None:
     """Delete deliveries settled 30 days ago, except of unfinished jobs, whose thresholds fire only once."""
-    unfinished = select(Job.seq).where(Job.id == WebhookDelivery.job_id, Job.status.not_in(FINAL)).exists()
+    unfinished = (
+        select(Job.seq).where(Job.id == WebhookDelivery.job_id, Job.status.not_in(JOB.final)).exists()
+    )
     old = (
         select(WebhookDelivery.seq)
         .where(

@@ -14,11 +14,11 @@ from sqlalchemy.orm import Session
 
 from core.database import pages
 from core.database.engine import Database, Send, db_now, earliest_now
+from core.database.states import JOB
 from core.database.tables import File, Job, StepMetric
 from core.evals import batches, catalog
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
-from core.jobs.lifecycle import FINAL
 from core.jobs.queue import unread_queues
 from core.outages import outage
 from core.pipelines import lifecycle as pipelines
@@ -206,7 +206,7 @@ class Reconciler:
     def missing_results(self) -> None:
         """Write the result file of jobs that ended without a run: cancelled, or failed after too many attempts."""
         measured = select(StepMetric.job_id).where(StepMetric.job_id == Job.id).exists()
-        lacking = select(Job).where(Job.status.in_(FINAL), Job.result_file.is_(None), measured)
+        lacking = select(Job).where(Job.status.in_(JOB.final), Job.result_file.is_(None), measured)
         with self.database.read() as session:
             ended = session.scalars(lacking.where(Job.id.not_in(self._failures.waiting())).limit(20)).all()
         for job in ended:

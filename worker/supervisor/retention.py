@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 from sqlalchemy import ColumnElement, delete, select, update
 
-from core.database import pages
+from core.database import audit, pages
 from core.database.engine import Database, earliest_now
+from core.database.states import EVAL_RUN, JOB
 from core.database.tables import (
     Checkpoint,
     EvalJournal,
@@ -24,13 +25,10 @@ from core.database.tables import (
     TunedModel,
     now,
 )
-from core.evals import lifecycle as eval_runs
-from core.jobs.lifecycle import FINAL
 from core.results import lineage, previews
 from core.settings import Settings
 from core.storage import files, orphans, uploads
 from core.storage.store import BlobEntry, BlobStore, NotDeleted
-from core.tenancy import audit
 from worker import compile_caches
 from worker.supervisor.item_failures import ItemFailures
 from worker.telemetry import PASS_FAILURES
@@ -147,7 +145,7 @@ class Retention:
             return False
         with self.database.write() as session:
             before = earliest_now(session) - self.settings.keep_rollouts_days * DAY
-            ended = EvalRun.status.in_(eval_runs.FINAL) & (EvalRun.finished_at < before)
+            ended = EvalRun.status.in_(EVAL_RUN.final) & (EvalRun.finished_at < before)
             runs = select(EvalRun.id).where(ended)
             old = session.scalars(
                 select(EvalPage).where(EvalPage.run_id.in_(runs)).limit(self.pages_at_once)
@@ -254,4 +252,4 @@ def _continuing(name: str) -> Iterator[list[str]]:
 
 def _ended(before: float) -> ColumnElement[bool]:
     """Select final jobs that ended before this Unix time."""
-    return Job.status.in_(FINAL) & (Job.finished_at < before)
+    return Job.status.in_(JOB.final) & (Job.finished_at < before)

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from worker.model import compatibility, recompute, sharding
-from worker.model.compatibility import ForwardVerdict
+from worker.checks import compatibility
+from worker.checks.compatibility import ForwardVerdict
+from worker.model import recompute, sharding
 from worker.model.full import FullPolicy
 from worker.model.lowering import PlanSizes
 from worker.model.policy import Policy

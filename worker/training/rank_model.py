@@ -12,7 +12,7 @@ from core.registry import BaseModelEntry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from worker.model.compatibility import ForwardVerdict
+    from worker.checks.compatibility import ForwardVerdict
     from worker.model.policy import Policy
 
 
@@ -69,7 +69,7 @@ class Model:
         Raises:
             UnsupportedModel: none is right.
         """
-        from worker.model import compatibility, compatibility_cache
+        from worker.checks import compatibility, compatibility_cache
 
         if self.settings.train == "full":  # stored verdicts are those of a model with an adapter
             return compatibility.probe(policy, sampled=self.sampled)

@@ -10,7 +10,8 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from api.http import azure, console, docs_site, errors
+from api import azure
+from api.http import console, docs_site, errors
 from api.http.admission import FILE_READS, UPLOADS, Admission
 from api.http.deps import Service, key_owner
 from api.http.grader_loop import GraderLoop

@@ -16,15 +16,15 @@ from core.model_checks import ModelCheck, ModelChecks, installed_versions, sourc
 from core.model_templates import reasons
 from core.registry import BaseModelEntry
 from core.template_facts import TemplateFacts
-from worker.model import compatibility
-from worker.model.compatibility import ForwardVerdict
+from worker.checks import compatibility
+from worker.checks.compatibility import ForwardVerdict
 from worker.model.policy import Policy, configured_stops, read_tokenizer
 from worker.model.template import facts_of, own_stop_ids
 from worker.refusals import UnsupportedModel
 
 WORKER = Path(__file__).parents[1]
-# The code that the probe compares, beside this folder.
-COMPARED = ("sampling/transformers.py",)
+# The code that the probe compares, and that of the probe.
+COMPARED = ("model/*.py", "checks/*.py", "sampling/transformers.py")
 
 _VERDICT = TypeAdapter(ForwardVerdict)
 
@@ -135,5 +135,5 @@ def key_of(policy: Policy, entry: BaseModelEntry, targets: LoraTargets) -> str:
 @cache
 def code_version() -> str:
     """A hash of the code that computes a model."""
-    files = [*sorted((WORKER / "model").glob("*.py")), *(WORKER / name for name in COMPARED)]
+    files = [file for pattern in COMPARED for file in sorted(WORKER.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,0 +1,43 @@
+"""States of jobs and eval runs. Queries of many rooms choose rows by them; lifecycles move rows between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+JOB_EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "validating_files": frozenset({"queued", "failed", "cancelled"}),
+        "queued": frozenset({"running", "paused", "cancelled"}),
+        "running": frozenset({"queued", "pausing", "succeeded", "failed", "cancelled"}),
+        # A run may end before it sees the request to pause.
+        "pausing": frozenset({"paused", "succeeded", "failed", "cancelled"}),
+        "paused": frozenset({"queued", "cancelled"}),
+        "succeeded": frozenset(),
+        "failed": frozenset(),
+        "cancelled": frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class States:
+    """States of one kind of rows by what they mean. A paused job is in none of them."""
+
+    waiting: tuple[str, ...]  # counted as queued by the limits of a project
+    running: tuple[str, ...]  # counted as running
+    held: frozenset[str]  # a worker may hold the row
+    final: frozenset[str]
+
+
+JOB = States(
+    waiting=("queued", "validating_files"),
+    running=("running", "pausing"),
+    held=frozenset({"validating_files", "running", "pausing"}),
+    final=frozenset(state for state, further in JOB_EDGES.items() if not further),
+)
+EVAL_RUN = States(
+    waiting=("queued",),
+    running=("in_progress",),
+    held=frozenset({"in_progress"}),
+    final=frozenset({"completed", "failed", "canceled"}),
+)
