@@ -161,6 +161,7 @@ class Codebase:
             "private_words_in_identifiers": words.total(),
             "upward_imports_worker": len(self.upward_imports("worker")),
             "upward_imports_core": len(self.upward_imports("core")),
+            "upward_imports_api": len(self.upward_imports("api")),
             "repeated_in_product": len(self.repeated(*PRODUCT)),
             "repeated_in_tests": len(self.repeated("tests")),
         }
