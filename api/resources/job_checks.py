@@ -242,7 +242,7 @@ def _trained_otherwise(name: str, parent: Parent, param: str) -> InvalidRequest:
     return InvalidRequest(
         f"'{name}' is a LoRA adapter, and train 'full' trains the weights of a base model or of a model that was "
         "trained with it. Leave train out, or have the operator add the merged model to the registry (`regraft-server "
-        "export --merged`).",
+        "export --format merged`).",
         param=param,
     )
 

@@ -103,7 +103,7 @@ def test_an_adapter_is_no_start_for_all_weights_nor_a_whole_model_for_an_adapter
         f"{REINFORCEMENT}.train",
         f"'{ADAPTER}' is a LoRA adapter, and train 'full' trains the weights of a base model or of a model that was "
         "trained with it. Leave train out, or have the operator add the merged model to the registry (`regraft-server "
-        "export --merged`).",
+        "export --format merged`).",
     )
     assert refusal(api, job_request(model=WHOLE)) == (
         f"{REINFORCEMENT}.train",

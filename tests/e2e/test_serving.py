@@ -341,7 +341,8 @@ def test_a_job_is_exported_as_a_merged_model(
         "REGRAFT_DATA_DIR": str(service.folder),
         "REGRAFT_MODELS_FILE": str(service.folder / "models.toml"),
     }
-    command = [sys.executable, "-m", "worker.cli", "export", job.id, "--merged", "-o", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "worker.cli", "export", job.id, "-o", str(tmp_path / "out")]
+    command += ["--format", "merged"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

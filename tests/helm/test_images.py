@@ -376,8 +376,8 @@ def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path
 
 # Of extras that no image has: docs/howto/integrations.md.
 SINKS = {"mlflow", "trackio", "wandb"}
-# Not imported by us, but by SQLAlchemy for postgresql://, and by transformers for GGUF files.
-UNSEEN = {"psycopg", "gguf"}
+# Not imported by us, but by SQLAlchemy for postgresql://.
+UNSEEN = {"psycopg"}
 SERVING = {"alembic", "boto3", "celery", "fastapi", "opentelemetry", "psycopg", "pyarrow", "redis", "uvicorn"}
 
 

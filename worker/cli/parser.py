@@ -397,7 +397,18 @@ COMMANDS = (
         "worker.cli.service:export",
         arg("name", "NAME", "checkpoint id, tuned model name, or job id"),
         arg("-o --output", "FOLDER", "must be empty or not exist", required=True),
-        arg("--merged", help="write the merged model instead of the adapter"),
+        arg(
+            "--format",
+            help="an adapter as PEFT writes it; the merged model in safetensors; the merged model or the adapter as GGUF, "
+            "with a Modelfile for Ollama (default: peft)",
+            choices=["peft", "merged", "gguf", "gguf-adapter"],
+            default="peft",
+        ),
+        arg(
+            "--weights",
+            help="with --format gguf: 16-bit floats, or 8-bit blocks (default: f16)",
+            choices=["f16", "q8_0"],
+        ),
     ),
     ServerGroup(
         "admin",

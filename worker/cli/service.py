@@ -207,11 +207,21 @@ def migrate(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
+    if arguments.weights and arguments.format != "gguf":
+        raise UsageError("--weights is for --format gguf; the other formats keep the precision of their files")
     settings = configured()
     check_models(settings)
     prepare(settings)
     database, blobs = open_stores(settings)
-    export_to(settings, database, blobs, arguments.name, arguments.output, merged=arguments.merged)
+    export_to(
+        settings,
+        database,
+        blobs,
+        arguments.name,
+        arguments.output,
+        format=arguments.format,
+        weights=arguments.weights or "f16",
+    )
     print(arguments.output)
     return 0
 

@@ -1,0 +1,279 @@
+"""Exports in GGUF: llama.cpp loads them and computes and tokenizes as transformers does, or they are refused by name."""
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from tests import llama_cpp
+from tests.byte_level import PRE_TOKENIZERS, byte_level_tokenizer, gpt2
+from worker.refusals import UnsupportedModel
+from worker.serving.export import WeightType
+from worker.serving.gguf_architectures import FAMILIES, Architecture
+from worker.serving.gguf_files import read_pairs, write_adapter, write_model, written
+from worker.serving.gguf_vocabulary import pre_tokenizer_of
+
+SIZE = 600
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": SIZE + 8,  # more rows than tokens, as Qwen has
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "sliding_window": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "smollm3": ("smollm3", {}),
+}
+LARGEST_DIFFERENCE = 0.02  # of a log-probability, in nats
+
+
+def config_of(name: str, **options: Any) -> Any:
+    model_type, own = MODELS[name]
+    return AutoConfig.for_model(model_type, **{**SHAPE, **own, **options})
+
+
+def make_model(folder: Path, config: Any) -> PreTrainedModel:
+    """Random weights that are larger than usual, so that what is computed wrongly shows, and biases that are not 0."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.1 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def make_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
+    """An adapter with a scale that is not alpha / r alone, and that is not the same in all layers."""
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        alpha_pattern={"q_proj": 3},
+        rank_pattern={"down_proj": 2},
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    adapted: Any = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def greedy(model: Any, prompt: list[int], size: int) -> tuple[list[int], list[float], list[float]]:
+    """The most likely tokens, their log-probabilities, and by how much each leads."""
+    tokens: list[int] = []
+    logprobs, leads = [], []
+    for _ in range(size):
+        with torch.no_grad():
+            values, found = model(torch.tensor([prompt + tokens])).logits[0, -1].log_softmax(-1).topk(2)
+        tokens.append(int(found[0]))
+        logprobs.append(float(values[0]))
+        leads.append(float(values[0] - values[1]))
+    return tokens, logprobs, leads
+
+
+def assert_same_answers(file: llama_cpp.LlamaCpp, model: Any, prompts: list[list[int]], size: int) -> None:
+    """Until two tokens are as likely as each other, where any difference decides."""
+    compared = 0
+    for prompt in prompts:
+        tokens, logprobs, leads = greedy(model, prompt, size)
+        decided = next((i for i, lead in enumerate(leads) if lead < 2 * LARGEST_DIFFERENCE), size)
+        found, theirs = file.answer(prompt, size)
+        count = min(decided, len(found))
+        assert found[:count] == tokens[:count]
+        assert theirs[:count] == pytest.approx(logprobs[:count], abs=LARGEST_DIFFERENCE)
+        compared += count
+    assert compared > len(prompts) * size / 2
+
+
+def write(folder: Path, config: Any, tokenizer: PreTrainedTokenizerFast, weights: WeightType, pairs: Any) -> Path:
+    tokenizer.save_pretrained(folder)
+    file = folder / f"{weights}-{len(pairs)}.gguf"
+    write_model(file, weights, folder, config, folder, tokenizer, pairs)
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_answers_as_transformers_with_the_adapter_beside_the_base_and_merged_into_it(
+    name: str, tmp_path: Path
+) -> None:
+    config, tokenizer = config_of(name), byte_level_tokenizer(PRE_TOKENIZERS["qwen2"], size=SIZE)
+    adapted = make_adapter(make_model(tmp_path, config), tmp_path / "adapter")
+    pairs = read_pairs(tmp_path / "adapter")
+    base = write(tmp_path, config, tokenizer, "f16", {})
+    merged = write(tmp_path, config, tokenizer, "f16", pairs)
+    write_adapter(tmp_path / "adapter.gguf", config, pairs)
+    prompts = [tokenizer.encode(text) for text in ("Hello there, you two", "It's 12345", "\n\n a <think> b")]
+
+    for file, adapter in ((base, tmp_path / "adapter.gguf"), (merged, None)):
+        with llama_cpp.loaded(file, adapter) as theirs:
+            assert_same_answers(theirs, adapted, prompts, 12)
+    with adapted.disable_adapter(), llama_cpp.loaded(base) as theirs:
+        assert_same_answers(theirs, adapted, prompts[:1], 12)
+
+
+def test_every_family_is_among_those_that_are_compared() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(FAMILIES)
+
+
+PIECES = (
+    "Hello world HELLO it's IT'S we'll don't 'twas x'Y naïve Größe 日本語 テスト мир 🙂🙃 ½ ٣٤ 1 12 123 1234567 3.14 "
+    "<think> <|im_end|> foo_bar (a+b)=c; $5 ... !? -- https://a.b/c?d=e&f#g \u200b \xa0"
+).split(" ") + [" ", "  ", "   ", "\n", "\n\n", " \n", "\t", "\r\n", "", " "]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_llama_cpp_tokenizes_as_the_tokenizer_does(name: str, tmp_path: Path) -> None:
+    config = config_of("llama", num_hidden_layers=1)
+    tokenizer = byte_level_tokenizer(PRE_TOKENIZERS[name], ignore_merges=name == "llama-bpe")
+    make_model(tmp_path, config)
+    file = write(tmp_path, config, tokenizer, "f16", {})
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(PIECES, k=draw.randint(1, 12))) for _ in range(300)]
+
+    with llama_cpp.loaded(file) as theirs:
+        assert [theirs.tokens(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+        chat = [{"role": "user", "content": "It's 12"}]
+        assert theirs.rendered(chat) == tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+    field = gguf.GGUFReader(file).get_field(gguf.Keys.Tokenizer.PRE)
+    assert field is not None and field.contents() == name
+
+
+@pytest.mark.slow
+def test_in_8_bits_each_weight_is_within_half_a_step_of_its_block(tmp_path: Path) -> None:
+    config, tokenizer = config_of("qwen3"), byte_level_tokenizer(PRE_TOKENIZERS["qwen2"], size=SIZE)
+    make_model(tmp_path, config)
+    file = write(tmp_path, config, tokenizer, "q8_0", {})
+
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    found = stored["blk.0.ffn_up.weight"]
+    assert (found.tensor_type.name, stored["blk.0.attn_norm.weight"].tensor_type.name) == ("Q8_0", "F32")
+    values = gguf.dequantize(found.data, found.tensor_type)
+    exact = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].numpy()
+    steps = np.abs(exact.reshape(-1, 32)).max(1, keepdims=True) / 127
+    # The step itself is rounded to 16 bits.
+    assert (np.abs((values - exact).reshape(-1, 32)) <= 0.56 * steps).all()
+
+
+def test_the_scale_of_each_layer_is_that_of_peft(tmp_path: Path) -> None:
+    """With rank-stabilized scales, and with another alpha and rank in some layers."""
+    config = config_of("llama")
+    adapted = make_adapter(make_model(tmp_path, config), tmp_path / "adapter")
+
+    pairs = read_pairs(tmp_path / "adapter")
+
+    for name, pair in pairs.items():
+        layer: Any = adapted.get_submodule(f"base_model.model.{name.removesuffix('.weight')}")
+        torch.testing.assert_close(pair.added_to(torch.zeros(())), layer.get_delta_weight("default"))
+    assert len({pair.scale for pair in pairs.values()}) == 3
+
+
+def test_an_architecture_without_a_tested_mapping_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"gemma2: its tensors .* no tested mapping .* llama, mistral, qwen2"):
+        Architecture(AutoConfig.for_model("gemma2"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "type 'linear'"),
+        ({"hidden_act": "gelu"}, "activation is gelu"),
+    ],
+)
+def test_an_option_without_a_tested_mapping_is_refused_by_name(options: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        Architecture(config_of("llama", **options))
+
+
+def test_attention_with_windows_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="qwen2: its attention has a window"):
+        Architecture(config_of("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1))
+
+
+def test_a_pattern_of_layers_without_rotary_embedding_that_llama_cpp_does_not_have_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="every fourth"):
+        Architecture(config_of("smollm3", no_rope_layers=[1, 0, 1, 0]))
+
+
+def described(tokenizer: PreTrainedTokenizerFast) -> Any:
+    return json.loads(tokenizer.backend_tokenizer.to_str())
+
+
+def test_an_unknown_pre_tokenizer_is_refused_with_its_steps() -> None:
+    with pytest.raises(UnsupportedModel, match=r'"Whitespace".* not one of .* \(gpt-2, smollm, qwen2, llama-bpe\)'):
+        pre_tokenizer_of(described(byte_level_tokenizer(Whitespace())))
+
+
+def test_merges_that_are_taken_otherwise_make_another_pre_tokenizer() -> None:
+    with pytest.raises(UnsupportedModel, match="ignore_merges true"):
+        pre_tokenizer_of(described(byte_level_tokenizer(gpt2(), ignore_merges=True)))
+
+
+def test_a_tokenizer_of_whole_words_or_with_a_normalizer_is_refused() -> None:
+    tokenizer = byte_level_tokenizer(gpt2())
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+    with pytest.raises(UnsupportedModel, match="normalizer is Lowercase"):
+        pre_tokenizer_of(described(tokenizer))
+    tokenizer.backend_tokenizer.model = WordLevel({"a": 0}, unk_token="a")
+    with pytest.raises(UnsupportedModel, match="WordLevel.*gguf-adapter"):
+        pre_tokenizer_of(described(tokenizer))
+
+
+def test_an_adapter_that_is_more_than_pairs_of_matrices_is_refused(tmp_path: Path) -> None:
+    make_adapter(make_model(tmp_path, config_of("llama")), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.score.weight": torch.zeros(1, 64)}, file)
+
+    with pytest.raises(UnsupportedModel, match=r"such as base_model\.model\.score\.weight.*'peft'"):
+        read_pairs(tmp_path / "adapter")
+
+
+def test_a_file_that_could_not_be_finished_is_deleted(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), written(tmp_path / "model.gguf") as partial:
+        partial.touch()
+        raise OSError("full")
+
+    assert list(tmp_path.iterdir()) == []
