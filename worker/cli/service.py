@@ -654,7 +654,9 @@ def sampler(arguments: argparse.Namespace) -> int:
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
+            from worker.engine.launch import EngineNotStarted
             from worker.serving import fleet_server
+            from worker.serving.engines import EngineRefused
             from worker.serving.serving_metrics import OwnVllmMetrics
 
         if vllm_version() is None:
@@ -667,7 +669,11 @@ def sampler(arguments: argparse.Namespace) -> int:
             HostPort(settings.host, listening.getsockname()[1]),
         )
         add_collector(OwnVllmMetrics())
-        fleet_server.run(settings, arguments.model, entry, listening)
+        try:
+            fleet_server.run(settings, arguments.model, entry, listening)
+        except (EngineRefused, EngineNotStarted) as failed:
+            log.error("%s: %s", arguments.model, failed, exc_info=failed.__cause__)
+            return 1
     return 0
 
 
