@@ -295,6 +295,11 @@ class Resolved(Value):
         return self.kl > 0 or self.stop_above_kl > 0
 
     @property
+    def has_values(self) -> bool:
+        """Whether a value head learns beside the policy."""
+        return self.value_weight is not None
+
+    @property
     def reference_copies(self) -> int:
         """Copies of all weights that are kept to compare with, if all weights are trained."""
         if self.train == "lora" or not self.has_reference:

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from sqlalchemy import ColumnElement, and_, func, not_, or_, select
+from sqlalchemy import ColumnElement, and_, func, not_, or_, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -132,6 +132,7 @@ class ServiceCollector(SlowCollector):
         try:
             with self.database.read() as session:
                 figures = [
+                    *_connections(session),
                     _jobs(session),
                     *_queues(session, self.defaults, self.gpu_classes, self.pod_classes),
                     _fleet_jobs(session, self.defaults, self.fleet_models),
@@ -150,6 +151,30 @@ def _database_up(answered: bool) -> Metric:
     return GaugeMetricFamily(
         "regraft_database_up", "1 if the database responds, else 0.", value=float(answered)
     )
+
+
+def _connections(session: Session) -> Iterator[Metric]:
+    """Of PostgreSQL, which every role may count; without samples for SQLite, which has no server."""
+    used = GaugeMetricFamily(
+        "regraft_database_connections", "Open connections of all clients to the PostgreSQL server."
+    )
+    most = GaugeMetricFamily(
+        "regraft_database_max_connections", "Connections that it accepts from roles without reserved ones."
+    )
+    if session.get_bind().dialect.name == "postgresql":
+        [opened, accepted] = session.execute(_COUNT_CONNECTIONS).one()
+        used.add_metric([], opened)
+        most.add_metric([], accepted)
+    yield used
+    yield most
+
+
+# `reserved_connections` is of PostgreSQL 16 and later.
+_COUNT_CONNECTIONS = text(
+    "select (select sum(numbackends) from pg_stat_database), current_setting('max_connections')::int"
+    " - current_setting('superuser_reserved_connections')::int"
+    " - coalesce(current_setting('reserved_connections', true)::int, 0)"
+)
 
 
 def _blob_store_up(answered: bool) -> Metric:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -88,6 +89,19 @@ def test_jobs_are_counted_by_status_and_class(database: Database, project: Proje
     assert figures["regraft_jobs", "failed", "cpu"] == 1
     assert figures["regraft_jobs", "queued", "h200"] == 1
     assert figures["regraft_database_up",] == 1
+
+
+def test_open_connections_are_counted_where_the_database_limits_them(database: Database) -> None:
+    figures = read(patient(database))
+
+    if database.engine.dialect.name == "sqlite":
+        assert ("regraft_database_connections",) not in figures
+        return
+    used, most = (figures[f"regraft_database_{name}",] for name in ("connections", "max_connections"))
+    with database.read() as session:
+        accepted = int(session.scalar(text("show max_connections")) or 0)
+    assert used >= 1
+    assert 0 < most < accepted, "some are reserved for administrators"
 
 
 def test_a_queue_is_as_old_as_the_job_that_waits_longest(database: Database, project: Project) -> None:

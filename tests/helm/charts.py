@@ -199,6 +199,27 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         },
         metrics={"enabled": True, "port": 9200},
     ),
+    "demo by kubectl": profile(
+        "cpu-demo", migrate={"hooks": "none"}, bundled={"existingSecret": "demo-passwords"}
+    ),
+    "names": profile(
+        "production",
+        migrate={"hooks": "argocd"},
+        models={"Qwen3-8B": {"hub": "Qwen/Qwen3-8B", "gpuClass": "h100"}},
+        graders={
+            "judges": {
+                "outside": {"baseUrl": "https://judge.example.com/v1"},
+                "beside": {"baseUrl": "http://judge.models.svc.cluster.local:8000/v1"},
+            },
+            "endpointHosts": ["*.graders.example.com"],
+        },
+        networkPolicy={
+            "cilium": {"enabled": True, "workerNames": ["hooks.example.com", "*.hooks.example.com:8443"]},
+            "objectStore": {"to": []},
+            "workerEgress": [],
+            "apiEgress": [],
+        },
+    ),
     "measured": profile("cpu-demo", metrics={"enabled": True}),
 }
 

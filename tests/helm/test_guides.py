@@ -82,14 +82,35 @@ def test_the_application_of_argo_cd_names_this_chart_and_a_rendering_without_a_c
     [[application]] = blocks("GitOps")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     source = application["spec"]["source"]
-    manifests = render(profile("production"))
+    manifests = render(profile("production", **source["helm"]["valuesObject"]))
 
     assert (source["chart"], source["targetRevision"]) == (chart["name"], chart["version"])
     assert of_kind(manifests, "Secret") == []
     [migrate] = of_kind(manifests, "Job")
-    assert migrate["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    assert migrate["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "PreSync"
     [api] = [pod.owner for pod in pods(manifests, "api")]
     assert "replicas" not in api["spec"]
+
+
+def test_the_secret_of_the_demos_servers_has_what_the_chart_would_draw() -> None:
+    [made] = of_kind(render(profile("cpu-demo")), "Secret")
+    [command] = re.findall(
+        r"create secret generic regraft-demo(.*?)^```", section("GitOps"), re.MULTILINE | re.DOTALL
+    )
+
+    assert set(re.findall(r"--from-literal=([\w.-]+)=", command)) == set(made["stringData"])
+    for key in ("database-url", "broker-url"):
+        [given] = re.findall(rf"{key}=(\S+)", command)
+        assert re.sub(r"\$\w+", "", given) == re.sub(r"(?<=:)\w{32}(?=@)", "", made["stringData"][key])
+
+
+def test_cilium_replaces_the_rules_for_all_public_addresses() -> None:
+    [[values]] = blocks("Egress by name")
+
+    manifests = render(merged(profile("production"), values))
+
+    assert "0.0.0.0/0" not in str(of_kind(manifests, "NetworkPolicy"))
+    assert len(of_kind(manifests, "CiliumNetworkPolicy")) == 3
 
 
 @pytest.mark.parametrize("argument", ["BASE", "APT_MIRROR", "NETRC", "NPMRC", "APT_AUTH"])

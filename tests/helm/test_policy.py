@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.graders.attacks import ATTACKS
-from tests.helm.charts import VARIATIONS, of_kind, pods, profile, render, strings
+from tests.helm.charts import VARIATIONS, helm, merged, of_kind, pods, profile, render, strings
 
 
 @pytest.fixture(params=VARIATIONS)
@@ -235,6 +235,82 @@ def test_dns_is_open_on_the_ports_of_its_pods_which_network_policies_see() -> No
     for policy in of_kind(render(profile("production")), "NetworkPolicy"):
         asked = {(one["port"], one["protocol"]) for one in policy["spec"]["egress"][0]["ports"]}
         assert asked == {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}
+
+
+def names_of(manifests: list[dict[str, Any]], component: str) -> dict[str, list[str]]:
+    """The names that Cilium lets a component reach, by port. It also reads the answers of DNS for them."""
+    [policy] = [
+        one
+        for one in of_kind(manifests, "CiliumNetworkPolicy")
+        if one["spec"]["endpointSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+    ]
+    dns, *rules = policy["spec"]["egress"]
+    assert dns["toEndpoints"][0]["matchLabels"]["k8s:k8s-app"] == "kube-dns"
+    assert dns["toPorts"][0]["rules"] == {"dns": [{"matchPattern": "*"}]}
+    return {
+        port["port"]: [next(iter(name.values())) for name in rule["toFQDNs"]]
+        for rule in rules
+        for ports in rule["toPorts"]
+        for port in ports["ports"]
+    }
+
+
+def test_with_cilium_pods_reach_by_name_what_the_values_name() -> None:
+    manifests = render(VARIATIONS["names"])
+    store = ["example-regraft.s3.eu-central-1.amazonaws.com", "s3.eu-central-1.amazonaws.com"]
+    hub = ["huggingface.co", "*.hf.co", "*.*.hf.co"]
+    graders = ["judge.example.com", "*.graders.example.com"]
+
+    found = {component: names_of(manifests, component) for component in ("api", "worker", "inference")}
+    for ports in found.values():
+        ports["443"].sort()
+    assert found == {
+        "api": {"443": sorted([*store, *graders])},
+        "worker": {
+            "443": sorted([*store, *graders, *hub, "hooks.example.com"]),
+            "8443": ["*.hooks.example.com"],
+        },
+        "inference": {"443": sorted([*store, *hub])},
+    }
+
+
+def test_with_cilium_no_rule_without_names_lets_answers_of_dns_pass_unread_or_opens_the_store_to_all() -> (
+    None
+):
+    manifests = render(VARIATIONS["names"])
+    for component in ("api", "worker", "inference"):
+        rules = allowed(manifests, component).get("egress", [])
+        ports = {port["port"] for rule in rules for port in rule["ports"]}
+        assert ports == ({5432, 6379, 8100} if component != "inference" else set()), component
+    assert "dns" in [peer for peer, _ in reached(allowed(manifests, "migrate"))]
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"objectStore": {"existingSecret": ""}}, "sts.eu-central-1.amazonaws.com"),
+        ({"objectStore": {"endpointUrl": "https://s3.example.com:9000"}}, "s3.example.com"),
+        ({"extraEnv": {"HF_ENDPOINT": "https://hub.example.com"}}, "hub.example.com"),
+        ({"settings": {"otlp_endpoint": "http://traces.example.com:4318"}}, "traces.example.com"),
+        (
+            {"inference": {"enabled": False, "url": "https://models.example.com/v1"}},
+            "models.example.com",
+        ),
+    ],
+)
+def test_with_cilium_a_name_follows_the_value_that_uses_it(values: dict[str, Any], names: str) -> None:
+    before, after = (names_of(render(merged(VARIATIONS["names"], one)), "worker") for one in ({}, values))
+
+    assert names not in [one for ports in before.values() for one in ports]
+    assert names in [one for ports in after.values() for one in ports]
+
+
+def test_the_store_needs_its_addresses_or_a_name() -> None:
+    values = merged(VARIATIONS["names"], {"objectStore": {"region": ""}})
+    with pytest.raises(helm.HelmError, match=r"networkPolicy\.objectStore\.to: list its peers"):
+        render(values)
+    with pytest.raises(helm.HelmError, match=r"networkPolicy\.cilium\.enabled"):
+        render(merged(VARIATIONS["names"], {"networkPolicy": {"enabled": False}}))
 
 
 def test_nobody_reaches_a_worker() -> None:

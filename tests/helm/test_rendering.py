@@ -14,6 +14,7 @@ from tests.helm.charts import (
     POOL,
     SERVER,
     VARIATIONS,
+    Manifest,
     Pod,
     environment,
     helm,
@@ -75,6 +76,51 @@ def _monitor(endpoints: str) -> dict[str, Any]:
     }
 
 
+_CILIUM_PORTS = {
+    "type": "object",
+    "required": ["ports"],
+    "additionalProperties": False,
+    "properties": {
+        "ports": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["port", "protocol"],
+                "additionalProperties": False,
+                "properties": {
+                    "port": {"type": "string", "pattern": "^[0-9]+$"},
+                    "protocol": {"enum": ["TCP", "ANY"]},
+                },
+            },
+        },
+        "rules": {"const": {"dns": [{"matchPattern": "*"}]}},
+    },
+}
+# Cilium's API server checks names and patterns by these expressions.
+_CILIUM_NAME = {"matchName": {"type": "string", "pattern": "^([-a-zA-Z0-9_]+[.]?)+$"}}
+_CILIUM_PATTERN = {"matchPattern": {"type": "string", "pattern": "^([-a-zA-Z0-9_*]+[.]?)+$"}}
+_CILIUM_RULE = {
+    "type": "object",
+    "required": ["toPorts"],
+    "additionalProperties": False,
+    "properties": {
+        "toEndpoints": {"type": "array", "minItems": 1, "items": {"required": ["matchLabels"]}},
+        "toFQDNs": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "minProperties": 1,
+                "maxProperties": 1,
+                "additionalProperties": False,
+                "properties": _CILIUM_NAME | _CILIUM_PATTERN,
+            },
+        },
+        "toPorts": {"type": "array", "minItems": 1, "items": _CILIUM_PORTS},
+    },
+}
+
 CUSTOM = {
     ("keda.sh/v1alpha1", "ScaledJob"): {
         "type": "object",
@@ -119,6 +165,15 @@ CUSTOM = {
         "required": ["groups"],
         "additionalProperties": False,
         "properties": {"groups": {"type": "array", "minItems": 1, "items": {"required": ["name", "rules"]}}},
+    },
+    ("cilium.io/v2", "CiliumNetworkPolicy"): {
+        "type": "object",
+        "required": ["endpointSelector", "egress"],
+        "additionalProperties": False,
+        "properties": {
+            "endpointSelector": {"type": "object", "required": ["matchLabels"]},
+            "egress": {"type": "array", "minItems": 2, "items": _CILIUM_RULE},
+        },
     },
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
         "type": "object",
@@ -506,6 +561,115 @@ def test_the_migration_comes_before_the_pods_unless_the_database_comes_with_them
 
     assert hook("production") == "pre-install,pre-upgrade"
     assert hook("cpu-demo") == "post-install,pre-upgrade"
+
+
+def without_hooks(name: str, hooks: str = "none", **changes: Any) -> list[Manifest]:
+    """A profile as Argo CD or `kubectl apply` gets it."""
+    given = {"bundled": {"existingSecret": "demo-passwords"}} if name == "cpu-demo" else {}
+    return render(profile(name, migrate={"hooks": hooks}, **given, **changes))
+
+
+@pytest.mark.parametrize("name", ["production", "cpu-demo"])
+@pytest.mark.parametrize("hooks", ["argocd", "none"])
+def test_without_helm_each_pod_that_uses_the_database_waits_for_its_schema(name: str, hooks: str) -> None:
+    waiting = set()
+    for pod in pods(without_hooks(name, hooks, dispatcher={"enabled": False})):
+        variables = {one["name"] for one in pod.spec["containers"][0].get("env", [])}
+        first = (pod.spec.get("initContainers") or [{"name": ""}])[0]
+        if pod.component == "migrate" or "REGRAFT_DATABASE_URL" not in variables:
+            assert first["name"] != "wait-for-schema", pod.name
+            continue
+        waiting.add(pod.component)
+        assert first["command"][:3] == ["regraft-server", "migrate", "--wait"], pod.name
+        assert first["image"] == pod.spec["containers"][0]["image"], (
+            "it waits for the schema of its own version"
+        )
+        [url] = [one for one in first["env"] if one["name"] == "REGRAFT_DATABASE_URL"]
+        assert url in pod.spec["containers"][0]["env"]
+
+    assert waiting == {"api", "worker"}
+
+
+def test_the_dispatcher_waits_for_the_schema_and_so_do_its_jobs() -> None:
+    manifests = render(VARIATIONS["dispatched"] | {"migrate": {"hooks": "none"}})
+
+    [dispatcher] = pods(manifests, "dispatcher")
+    assert [one["name"] for one in dispatcher.spec["initContainers"]] == ["wait-for-schema"]
+    [config] = [
+        one for one in of_kind(manifests, "ConfigMap") if one["metadata"]["name"].endswith("-dispatcher")
+    ]
+    for text in config["data"].values():
+        spec = json.loads(text)["manifest"]["spec"]["template"]["spec"]
+        assert [one["name"] for one in spec["initContainers"]] == ["wait-for-schema", "doctor"]
+
+
+def test_with_helm_no_pod_waits_because_the_demo_migrates_after_its_pods_are_ready() -> None:
+    for name in ("production", "cpu-demo"):
+        for pod in pods(render(profile(name))):
+            assert "wait-for-schema" not in [one["name"] for one in pod.spec.get("initContainers", [])]
+
+
+@pytest.mark.parametrize(("name", "phase"), [("production", "PreSync"), ("cpu-demo", "Sync")])
+def test_argo_cd_migrates_before_the_pods_and_beside_a_database_that_comes_with_them(
+    name: str, phase: str
+) -> None:
+    manifests = without_hooks(name, "argocd")
+    [job] = of_kind(manifests, "Job")
+    [policy] = [
+        one
+        for one in of_kind(manifests, "NetworkPolicy")
+        if one["metadata"]["name"] == job["metadata"]["name"]
+    ]
+
+    for one in (job, policy):
+        annotations = one["metadata"]["annotations"]
+        assert annotations["argocd.argoproj.io/hook"] == phase
+        assert not [key for key in annotations if key.startswith("helm.sh")]
+    assert int(policy["metadata"]["annotations"]["argocd.argoproj.io/sync-wave"]) < 0
+
+
+def test_without_hooks_each_change_of_the_migrations_pod_is_a_job_of_its_own() -> None:
+    """Kubernetes refuses to change a Job, and a finished Job that was removed would be created again."""
+
+    def job(**changes: Any) -> Manifest:
+        [found] = of_kind(without_hooks("production", **changes), "Job")
+        return found
+
+    first, same, newer = job(), job(api={"replicas": 7}), job(image={"tag": "9.9.9"})
+    assert first == same and first["metadata"]["name"] != newer["metadata"]["name"]
+    assert "annotations" not in first["metadata"] and "ttlSecondsAfterFinished" not in first["spec"]
+
+
+def test_the_demos_passwords_come_from_a_secret_that_is_given() -> None:
+    manifests = without_hooks("cpu-demo")
+    made = of_kind(render(profile("cpu-demo")), "Secret")[0]
+
+    def secrets(found: list[Manifest]) -> set[tuple[str, str]]:
+        """The entries of Secrets that pods read, or mount."""
+        names = set()
+        for pod in pods(found):
+            for container in pod.containers:
+                references = [
+                    one.get("valueFrom", {}).get("secretKeyRef") for one in container.get("env", [])
+                ]
+                names |= {(one["name"], one["key"]) for one in references if one and not one.get("optional")}
+            for volume in pod.spec["volumes"]:
+                items = volume.get("secret", {}).get("items", [])
+                names |= {(volume["secret"]["secretName"], one["key"]) for one in items}
+        return names
+
+    assert of_kind(manifests, "Secret") == []
+    assert manifests == without_hooks("cpu-demo"), "two renderings are equal"
+    assert secrets(manifests) == {("demo-passwords", key) for key in made["stringData"]}
+    assert secrets(render(profile("cpu-demo"))) == {
+        (made["metadata"]["name"], key) for key in made["stringData"]
+    }
+
+
+@pytest.mark.parametrize("hooks", ["argocd", "none"])
+def test_without_helm_the_chart_draws_no_passwords(hooks: str) -> None:
+    with pytest.raises(helm.HelmError, match=r"bundled\.existingSecret: name the Secret"):
+        render(profile("cpu-demo", migrate={"hooks": hooks}))
 
 
 def test_the_migration_needs_nothing_that_the_chart_makes_later() -> None:

@@ -213,7 +213,13 @@ def test_what_is_not_there_is_named_and_the_exit_code_is_one(
 def test_sizes_that_were_lowered_for_a_model_are_listed_while_jobs_begin_with_them_and_forgotten(
     ask: Callable[..., Any], database: Database
 ) -> None:
-    lowered = {"token_budget": 512, "cache_bytes": None, "sleeps": True, "checkpointed": False}
+    lowered = {
+        "token_budget": 512,
+        "cache_bytes": None,
+        "sleeps": True,
+        "checkpointed": False,
+        "has_smallest_engine": True,
+    }
     week = 7 * 24 * 3600
     with database.write() as session:
         for device, updated in (("H100", 100), ("L4", 200), ("T4", -week - 60)):
@@ -225,7 +231,7 @@ def test_sizes_that_were_lowered_for_a_model_are_listed_while_jobs_begin_with_th
     forgotten = ask("memory forget m --device H100")
 
     assert [one["device"] for one in listed] == ["L4", "H100"]
-    assert listed[1]["lowered"] == {"token_budget": 512, "sleeps": True}
+    assert listed[1]["lowered"] == {"token_budget": 512, "sleeps": True, "has_smallest_engine": True}
     assert listed[1]["expires_at"] == pytest.approx(now() + week + 100, abs=60)
     assert forgotten == [listed[1]]
     assert [one["device"] for one in ask("memory list")] == ["L4"]

@@ -554,6 +554,37 @@ def test_a_migration_of_the_schema_alone_makes_no_key(tmp_path: Path) -> None:
     assert keys_of(Settings(data_dir=tmp_path)) == []
 
 
+def test_a_pod_waits_until_another_process_has_migrated_the_database(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, database_url=f"sqlite:///{tmp_path}/later.db")
+    waited = []
+
+    def another_migrates(seconds: float) -> bool:
+        waited.append(seconds)
+        if len(waited) == 2:
+            service.prepare(settings, first_key=False)
+        return False
+
+    assert service.wait_for_schema(settings, 60, another_migrates)
+    assert len(waited) == 2
+    assert service.wait_for_schema(settings, 60, another_migrates)
+    assert len(waited) == 2, "a schema that is there is not waited for"
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite:///{folder}/none.db", "postgresql://regraft:secret@127.0.0.1:1/regraft"]
+)
+def test_a_wait_for_a_migration_that_nobody_runs_ends_and_creates_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    settings = Settings(data_dir=tmp_path, database_url=url.format(folder=tmp_path))
+
+    assert not service.wait_for_schema(settings, 0, lambda seconds: False)
+    assert "no process has migrated the database within 0 s" in caplog.text
+    assert not service.wait_for_schema(settings, 60, lambda seconds: True), "SIGTERM ends it"
+    assert list(tmp_path.iterdir()) == []
+    assert "secret" not in caplog.text
+
+
 @pytest.fixture
 def fsck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

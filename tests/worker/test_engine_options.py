@@ -13,7 +13,6 @@ from fastapi import FastAPI
 
 from worker.engine.names import PLUGIN
 from worker.engine.options import (
-    FLEET_MEMORY_SHARE,
     EngineConfig,
     engine_options,
     environment,
@@ -78,12 +77,6 @@ def test_a_prompt_fits_into_one_step_on_a_cpu() -> None:
         assert told["enable_chunked_prefill"] is False
 
 
-def test_a_member_without_a_size_for_its_cache_takes_what_it_finds() -> None:
-    told = fleet_options(config("cuda", kv_cache_bytes=0), None)
-
-    assert (told["kv_cache_memory_bytes"], told["gpu_memory_utilization"]) == (None, 0.9)
-
-
 @pytest.mark.parametrize("is_server", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_engine_compiles_a_sampler_that_no_request_uses(
@@ -136,10 +129,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "processed_logprobs for jobs and fleets, raw_logprobs in the inference server",
     ),
     "generation_config": ("vllm: none", "vllm: none"),
-    "gpu_memory_utilization": (
-        "0.01, with an exact cache",
-        f"0.01, with an exact cache; {FLEET_MEMORY_SHARE} in a fleet without REGRAFT_KV_CACHE_GIB",
-    ),
+    "gpu_memory_utilization": ("0.01, with an exact cache", "0.01, with an exact cache"),
 }
 
 

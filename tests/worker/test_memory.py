@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._C import dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from bench.long import group
-from bench.roofline import Counted, count, llama, trainer
+from bench.roofline import Counted, count, count_pass, llama, trainer
 from core.registry import Device
 from core.settings import Settings
 from core.units import GIB
@@ -37,9 +38,12 @@ from tests.present import present, untyped
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker import main_memory
 from worker.model import attention, batch, memory, sizing
+from worker.model.batch import Tensors
 from worker.model.engine_sizes import EngineSizes, context_bucket
 from worker.model.policy import Policy
 from worker.model.sizing import DoesNotFit, Machine, workload
+from worker.model.value_head import ValueHead
+from worker.training.policy_loss import PolicyLoss
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, TrainingSequence
 
@@ -272,6 +276,34 @@ class TestEstimate:
         # With the input of the last norm, and the gradient of the head in float32.
         planned = 3 * sizing.saved_bytes_per_token(shape, 16) + (2 + 4) * shape.hidden
         assert 0.99 * found.saved <= found.tokens * planned <= 1.2 * found.saved
+
+    @pytest.mark.parametrize("adapter_weight", [0.1, 1.0])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.slow
+    def test_the_hidden_states_of_a_value_head_are_in_the_plan(
+        self, dtype: dtype, adapter_weight: float
+    ) -> None:
+        config = qwen3_8b(1)
+        saved = []
+        for has_values in (False, True):
+            gradient, found = trainer(config, "packed", dtype=dtype), Counted()
+            if has_values:
+                gradient.value_head = ValueHead(4096, "meta", adapter_weight=adapter_weight)
+
+            def numbers(tensors: Tensors, loss: PolicyLoss = gradient) -> Tensor:
+                logp_M, _, value_M = loss.forward(tensors)
+                return logp_M if value_M is None else logp_M + value_M
+
+            count_pass(gradient, [group(225)], found, numbers)
+            saved.append(found.saved)
+
+        shape = memory.shape_of(config, dtype)
+        without, planned = (
+            estimated(shape, token_budget=2048, has_values=one).activations for one in (False, True)
+        )
+        kept = saved[1] - saved[0]
+        assert kept > 0.8 * 4 * 4096 * 2048, "of the trained tokens; the rest are prompts"
+        assert kept <= planned - without
 
     @pytest.mark.slow
     def test_llama_3_8b_keeps_at_most_10_gib_for_2048_tokens(self) -> None:

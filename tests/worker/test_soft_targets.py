@@ -230,6 +230,18 @@ def test_a_teacher_on_a_server_teaches_as_in_the_trainers_memory(
     assert measured.teacher_usage == TokenUsage(sum(rows[:2]), 2)
 
 
+def test_a_target_that_shares_the_highest_logit_counts_as_predicted(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in supervised jobs. In bfloat16 such ties are common."""
+    student = make_policy()
+    monkeypatch.setattr(student, "logits", lambda hidden: hidden.new_zeros(len(hidden), 60))
+
+    measured = taught(student, make_policy(moved=True)).measure(conversations())
+
+    assert measured.token_accuracy == 1.0
+
+
 def test_a_student_learns_its_teacher(make_policy: MakePolicy) -> None:
     trainer = taught(make_policy(), make_policy(moved=True))
     before = trainer.measure(conversations())

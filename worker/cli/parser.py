@@ -20,6 +20,7 @@ from worker.cli.command_line import (
     add_all,
     arg,
     completion_of,
+    either,
     version_of,
 )
 
@@ -346,7 +347,15 @@ COMMANDS = (
         "migrate",
         "migrate the database to this version and create the first API key",
         "worker.cli.service:migrate",
-        arg("--schema-only", help="migrate only; the API creates the first key on start-up"),
+        either(
+            arg("--schema-only", help="migrate only; the API creates the first key on start-up"),
+            arg(
+                "--wait",
+                "SECONDS",
+                "do not migrate; wait until another process has, and exit with status 1 if none has in this time",
+                type=_positive,
+            ),
+        ),
     ),
     ServerCommand(
         "inference",

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -79,6 +80,7 @@ log = logging.getLogger("regraft")
 
 # The run of `up` drains after its requests, and a person may wait for the end of both.
 UP_DRAINS_REQUESTS_SECONDS = 5
+SCHEMA_POLL_SECONDS = 2.0
 
 
 def configured(arguments: argparse.Namespace | None = None) -> Settings:
@@ -202,8 +204,54 @@ def _describe_python_graders(settings: Settings) -> None:
 
 
 def migrate(arguments: argparse.Namespace) -> int:
-    prepare(configured(), first_key=not arguments.schema_only)
-    return 0
+    settings = configured()
+    if arguments.wait is None:
+        prepare(settings, first_key=not arguments.schema_only)
+        return 0
+    stopped = threading.Event()
+    handle_stop_signals(stopped.set)
+    return 0 if wait_for_schema(settings, arguments.wait, stopped.wait) else 1
+
+
+def wait_for_schema(settings: Settings, seconds: float, is_stopped: Callable[[float], bool]) -> bool:
+    """Wait until another process has migrated the database. Returns whether this version can use its schema.
+
+    Args:
+        seconds: to wait at most, also for a database that does not respond.
+        is_stopped: waits this many seconds and returns whether to stop, as `Event.wait`.
+
+    Raises:
+        UsageError: REGRAFT_DATABASE_URL is not the URL of a supported database.
+    """
+    deadline = time.monotonic() + seconds
+    logged = ""
+    while reason := schema_problem(settings):
+        if reason != logged:
+            log.info("waiting for the schema of this version: %s", reason)
+            logged = reason
+        if time.monotonic() > deadline:
+            log.error("no process has migrated the database within %g s", seconds)
+            return False
+        if is_stopped(SCHEMA_POLL_SECONDS):
+            return False
+    return True
+
+
+def schema_problem(settings: Settings) -> str | None:
+    """Why this version cannot use the database yet. None: it can.
+
+    Raises:
+        UsageError: REGRAFT_DATABASE_URL is not the URL of a supported database.
+    """
+    try:
+        open_unchanged(settings.database).close()
+    except InvalidDatabaseUrl as invalid:
+        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    except SchemaNotReady as refused:
+        return str(refused)
+    except DBAPIError as cause:
+        return str(_database_fails(settings, cause))
+    return None
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -616,7 +664,9 @@ def sampler(arguments: argparse.Namespace) -> int:
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
+            from worker.engine.launch import EngineNotStarted
             from worker.serving import fleet_server
+            from worker.serving.engines import EngineRefused
             from worker.serving.serving_metrics import OwnVllmMetrics
 
         if vllm_version() is None:
@@ -629,7 +679,11 @@ def sampler(arguments: argparse.Namespace) -> int:
             HostPort(settings.host, listening.getsockname()[1]),
         )
         add_collector(OwnVllmMetrics())
-        fleet_server.run(settings, arguments.model, entry, listening)
+        try:
+            fleet_server.run(settings, arguments.model, entry, listening)
+        except (EngineRefused, EngineNotStarted) as failed:
+            log.error("%s: %s", arguments.model, failed, exc_info=failed.__cause__)
+            return 1
     return 0
 
 

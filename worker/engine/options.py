@@ -40,7 +40,6 @@ class EngineConfig:
 ADAPTERS_AT_ONCE = 8  # of a server, in one batch, each in a slot of the device's memory
 ADAPTERS_IN_MEMORY = 64  # of the machine
 FLEET_ADAPTERS_IN_MEMORY = 16
-FLEET_MEMORY_SHARE = 0.9  # of a GPU that no trainer uses
 
 # Of every process with an engine, before its first import of vLLM.
 EVERYWHERE = {
@@ -174,9 +173,6 @@ def fleet_options(config: EngineConfig, tool_parser: str | None) -> dict[str, An
     return server_options(config, tool_parser) | {
         "logprobs_mode": "processed_logprobs",
         "max_cpu_loras": FLEET_ADAPTERS_IN_MEMORY,
-        # 0 has vLLM take what it finds free.
-        "kv_cache_memory_bytes": config.kv_cache_bytes or None,
-        "gpu_memory_utilization": 0.01 if config.kv_cache_bytes else FLEET_MEMORY_SHARE,
     }
 
 

@@ -183,6 +183,7 @@ class Workload:
     full: bool = False  # all weights are trained, and there is no adapter
     references: int = 0  # copies of all weights that it is compared with, if all are trained
     adapter_copies: int = 0  # in main memory, in float32
+    has_values: bool = False  # a value head learns, too (PPO)
     learned: int = 0  # tokens of a step that the trainer computes, at most; 0: unknown
     answers: int = 0  # in flight, at most; 0: unknown
     limit: int = 0  # the model's context; 0: unknown
@@ -216,6 +217,7 @@ def workload(
     full: bool = False,
     references: int = 0,
     off_policy_steps: int = 0,
+    has_values: bool = False,
     limit: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
@@ -237,6 +239,7 @@ def workload(
         full,
         references,
         adapter_copies(off_policy_steps),
+        has_values,
         learned=training,
         answers=max(batch * group, valid_rows * eval_samples),
         limit=limit,
@@ -495,19 +498,21 @@ def estimate(
     full: bool = False,
     references: int = 0,
     adapter_copies: int = 0,
+    has_values: bool = False,
     engine: EngineSizes | None = None,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full`, `references` and `adapter_copies` as in Workload; `engine` as in MemoryPlan.
+    at a time. `full`, `references`, `adapter_copies` and `has_values` as in Workload; `engine` as in MemoryPlan.
     """
     if full:
         rank = 0
     layer = saved_bytes_per_token(shape, rank, full=full)
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
     # Of the last norm, and of the head (worker/model/head.py): its input, or if it is frozen a gradient in float32.
-    ends = (_norm_bytes(shape, full) + (shape.bytes_each if full else 4)) * shape.hidden
+    # A value head keeps its input in float32 (worker/model/value_head.py).
+    ends = (_norm_bytes(shape, full) + (shape.bytes_each if full else 4) + 4 * has_values) * shape.hidden
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
     padding = kernel_padding(shape, token_budget) * (1 if checkpointed else shape.layers)
@@ -835,6 +840,7 @@ class _Choice:
             full=work.full,
             references=work.references,
             adapter_copies=work.adapter_copies,
+            has_values=work.has_values,
             token_budget=self.token_budget,
             cache=self.cache_bytes,
             checkpointed=self.checkpointed,

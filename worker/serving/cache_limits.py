@@ -1,7 +1,7 @@
 """The KV caches of served models that out-of-memory errors lowered, with which their next engines start.
 
 As for jobs (worker/recording/plan_record.py), for a week, and only what was lowered while no other process used the
-device. An inference server has no database, so each has a file in its data folder.
+device. Inference servers and members of rollout fleets have no database, so each has a file in its data folder.
 """
 
 import logging
@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from core.jobs.memory_limits import VALID_SECONDS
 from core.json_files import JsonFiles
 from core.units import GIB
+from worker.engine.launch import EngineNotStarted
 from worker.engine.options import EngineConfig
 from worker.model import memory
 from worker.model.lowering import numbers, smaller_cache
@@ -25,6 +27,8 @@ from worker.serving.engines import EngineRefused
 
 log = logging.getLogger(__name__)
 
+# The setting of an inference server, and of a member of a rollout fleet.
+CacheSetting = Literal["inference_kv_cache_gib", "kv_cache_gib"]
 RETRY_AFTER = 10
 # vLLM's messages for a cache that it was given, whatever memory is free.
 _TOO_SMALL = re.compile("No available memory for the cache blocks|larger than the available KV cache memory")
@@ -47,12 +51,14 @@ class CacheLimits:
         self,
         folder: Path,
         *,
+        setting: CacheSetting = "inference_kv_cache_gib",
         device: DeviceMemory = DeviceMemory(),
         device_name: Callable[[str], str] = memory.device_name,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`folder` need not exist."""
+        """`folder` need not exist. `setting`: with which the operator chooses the cache."""
         self._files = JsonFiles(folder, CacheLimit)
+        self._setting = setting
         self._device, self._device_name, self._clock = device, device_name, clock
 
     def within(self, config: EngineConfig, least: int) -> EngineConfig:
@@ -63,6 +69,20 @@ class CacheLimits:
         cache = max(least, min(config.kv_cache_bytes, found.cache_bytes))
         sizes = config.sizes.smallest if found.has_smallest_sizes else config.sizes
         return replace(config, kv_cache_bytes=cache, sizes=sizes.within(cache))
+
+    def after(self, name: str, config: EngineConfig, failed: EngineNotStarted, least: int) -> EngineConfig:
+        """The configuration for another start of an engine that ran out of memory. Arguments as in `lower`.
+
+        Raises:
+            EngineRefused: it ran out of memory with the smallest cache, or the cache does not hold one sequence.
+            EngineNotStarted: it failed for another reason.
+        """
+        if (refusal := self._too_small(name, config, failed.errors)) is not None:
+            raise refusal from failed
+        smaller = self.lower(name, config, failed.errors, least)
+        if smaller is None:
+            raise failed
+        return smaller
 
     def lower(
         self, name: str, config: EngineConfig, errors: Iterable[str], least: int
@@ -105,6 +125,18 @@ class CacheLimits:
             self._files.write(limit, *self._key(config))
         return smaller
 
+    def _too_small(self, name: str, config: EngineConfig, errors: Iterable[str]) -> EngineRefused | None:
+        """The refusal of an engine whose KV cache does not hold one sequence. None: its errors are others."""
+        if not any(_TOO_SMALL.search(text) for text in errors):
+            return None
+        return EngineRefused(
+            f"The KV cache of {name} ({config.kv_cache_bytes / GIB:.2f} GiB) does not hold one sequence of "
+            f"{config.sizes.context} tokens. The operator must lower the model's context or raise "
+            f"REGRAFT_{self._setting.upper()}.",
+            503,
+            code="not_enough_memory",
+        )
+
     def _key(self, config: EngineConfig) -> tuple[str, str, str]:
         # Without the numbers of sequences and tokens: they follow from the memory that was free at a start.
         context = config.sizes.context
@@ -123,19 +155,6 @@ def _smaller(config: EngineConfig, least: int) -> EngineConfig | None:
 def shortage_of(errors: Iterable[str], device: str) -> Shortage | None:
     """The first out-of-memory error of this device."""
     return next((Shortage.of(text, "sampler") for text in errors if lacking(text, device) == device), None)
-
-
-def too_small_cache(name: str, config: EngineConfig, errors: Iterable[str]) -> EngineRefused | None:
-    """The refusal of an engine whose KV cache does not hold one sequence. None: its errors are others."""
-    if not any(_TOO_SMALL.search(text) for text in errors):
-        return None
-    return EngineRefused(
-        f"The KV cache of {name} ({config.kv_cache_bytes / GIB:.2f} GiB) does not hold one sequence of "
-        f"{config.sizes.context} tokens. The operator must lower the model's context or raise "
-        "REGRAFT_INFERENCE_KV_CACHE_GIB.",
-        503,
-        code="not_enough_memory",
-    )
 
 
 def _nothing_left(name: str, config: EngineConfig, shortage: Shortage, others: int) -> EngineRefused:

@@ -9,27 +9,35 @@ It is vLLM's own server with our plugin (worker/engine/routes.py).
 """
 
 import asyncio
+import logging
+import multiprocessing
 import os
 import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from core.connections import connection_options
-from core.registry import BaseModelEntry, Device
+from core.registry import BaseModelEntry
 from core.settings import Settings
 from core.storage.store import blobs_of
 from core.tool_parsers import tool_parser_of
 from core.units import GIB
-from worker.device import select_device
+from worker.engine import errors, launch
+from worker.engine.launch import EXIT_SECONDS, EngineNotStarted
 from worker.engine.names import NOTHING
 from worker.engine.options import EngineConfig, environment, fleet_options
 from worker.engine.server import arguments, serve
-from worker.model.engine_sizes import BATCHED_TOKENS, SEQUENCES, EngineSizes
 from worker.model.policy import read_tokenizer, source_of
-from worker.model.sizing import CPU_CACHE_BYTES
 from worker.sampling.weights import adapter_named
 from worker.serving.adapters import SPARED_SECONDS, AdapterDamaged, AdapterFolders, AdapterGone, DiskBudget
+from worker.serving.engines import EngineRefused
+from worker.serving.vllm_builder import VllmBuilder
 from worker.serving.vllm_server import write_nothing
+
+log = logging.getLogger(__name__)
 
 ADAPTERS_ON_DISK = 32
 
@@ -57,35 +65,32 @@ class StoredAdapters:
         return LoRARequest(lora_name, 1, str(folder))  # vLLM replaces the number
 
 
-def config_of(entry: BaseModelEntry, settings: Settings) -> EngineConfig:
-    source = source_of(entry, settings.model_cache)
-    device = select_device(settings)
-    cache = settings.kv_cache_gib
-    # On a GPU, 0 has vLLM take what it finds free.
-    automatic = CPU_CACHE_BYTES if device == "cpu" else 0
-    return EngineConfig(
-        source=str(source),
-        dtype=entry.dtype,
-        device=device,
-        sizes=_sizes_of(entry.context, device, has_exact_cache=cache != "auto"),
-        rank=settings.inference_max_lora_rank,
-        kv_cache_bytes=automatic if cache == "auto" else int(cache * GIB),
-        threads=settings.torch_threads,
-        tensor_parallel=entry.tensor_parallel,
-    )
+def run(
+    settings: Settings,
+    name: str,
+    entry: BaseModelEntry,
+    listening: socket.socket,
+    *,
+    builder: VllmBuilder | None = None,
+    serve: Callable[..., None] = serve,
+) -> None:
+    """Serve on this socket until SIGTERM or Ctrl-C. Requests in flight are cut: their jobs send them elsewhere.
 
+    An engine that runs out of memory when it starts is started again with smaller sizes, as in an inference server. One
+    that does so later ends this process, and the next one begins with them.
 
-def _sizes_of(context: int, device: Device, *, has_exact_cache: bool) -> EngineSizes:
-    """On a GPU vLLM takes what its sizes leave as its cache, unless that is exact."""
-    if device == "cpu":
-        return EngineSizes(context)
-    return EngineSizes(context, SEQUENCES[0] if has_exact_cache else SEQUENCES[-1], BATCHED_TOKENS[-1])
+    Args:
+        builder: plans the memory. Default: that of the settings.
+        serve: as worker.engine.server.serve.
 
-
-def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.socket) -> None:
-    """Serve on this socket until SIGTERM or Ctrl-C. Requests in flight are cut: their jobs send them elsewhere."""
-    config = config_of(entry, settings)
-    os.environ |= environment(config, is_server=True)
+    Raises:
+        EngineRefused: the model needs more memory than the device has.
+        EngineNotStarted: the engine failed for another reason.
+    """
+    if builder is None:
+        builder = VllmBuilder(settings, shares_device=False, setting="kv_cache_gib")
+    _, need = builder.need(entry)
+    config = builder.config_of(entry, [])
     cache = (settings.data_dir / "sampler").resolve()
     folders = AdapterFolders(
         blobs_of(settings),
@@ -97,10 +102,49 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     nothing = settings.data_dir.resolve() / "no-adapter"
     write_nothing(config.source, nothing)
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
-    args = arguments(
-        fleet_options(config, tool_parser_of(entry.tool_parser, tokenizer.chat_template)),
-        name=name,
-        keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
-        adapters=StoredAdapters(folders, nothing),
-    )
-    serve(listening, args, connection_options(settings))
+    tool_parser = tool_parser_of(entry.tool_parser, tokenizer.chat_template)
+    with launch.private_folder() as private:
+
+        def serve_with(config: EngineConfig) -> None:
+            os.environ |= environment(config, is_server=True)
+            args = arguments(
+                fleet_options(config, tool_parser),
+                name=name,
+                keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
+                adapters=StoredAdapters(folders, nothing),
+            )
+            serve(listening, args, connection_options(settings))
+
+        while True:
+            log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
+            try:
+                later = _errors_while(partial(serve_with, config), private)
+            except EngineNotStarted as cause:
+                config = builder.limits.after(name, config, cause, need.least_cache)
+            else:
+                with suppress(EngineRefused):  # the next process may meet more free memory
+                    builder.limits.lower(name, config, later, need.least_cache)
+                return
+
+
+def _errors_while(serving: Callable[[], None], folder: Path) -> Sequence[str]:
+    """The errors of an engine that has started and then died, oldest first, once its processes have ended.
+
+    Raises:
+        EngineNotStarted: it failed before it served, with its errors.
+    """
+    errors.file_in(folder).unlink(missing_ok=True)
+    os.environ[errors.FILE] = str(errors.file_in(folder))
+    try:
+        serving()
+    except Exception as cause:  # vLLM's says only that it failed
+        _wait_for_children()
+        raise EngineNotStarted(f"its engine failed: {cause!r}", list(errors.read(folder))) from cause
+    _wait_for_children()
+    return list(errors.read(folder))
+
+
+def _wait_for_children() -> None:
+    """Until the processes of an engine that failed have ended, and their memory is free."""
+    for child in multiprocessing.active_children():
+        child.join(EXIT_SECONDS)

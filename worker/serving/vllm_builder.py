@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -20,7 +21,7 @@ from worker.model.engine_sizes import EngineSizes
 from worker.model.policy import read_shape, source_of
 from worker.model.sizing import Serving, Shape
 from worker.serving.adapters import folder_of_adapters
-from worker.serving.cache_limits import CacheLimits, too_small_cache
+from worker.serving.cache_limits import CacheLimits, CacheSetting
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_server import VllmServer
 
@@ -34,6 +35,7 @@ class VllmBuilder:
 
     Args:
         shares_device: jobs start on the same device later, so an automatic cache leaves memory for them.
+        setting: the name of that which chooses the KV cache.
         limits: default: those in the data folder.
         server: creates an engine that is not started.
     """
@@ -43,15 +45,17 @@ class VllmBuilder:
         settings: Settings,
         *,
         shares_device: bool,
+        setting: CacheSetting = "inference_kv_cache_gib",
         limits: CacheLimits | None = None,
         server: Callable[..., VllmServer] = VllmServer,
     ) -> None:
         self.settings = settings
-        self._limits = CacheLimits(settings.data_dir / "serving-memory") if limits is None else limits
+        self.limits = limits or CacheLimits(settings.data_dir / "serving-memory", setting=setting)
         self._server = server
         self._lowered: dict[str, int] = {}  # bytes of the cache with which a model's next engine starts
         self.shares_device = shares_device
-        self.cache = settings.inference_kv_cache_gib
+        self._setting = setting
+        self.cache: float | Literal["auto"] = getattr(settings, setting)
         self.device = select_device(settings)
         self.gpus = max(1, torch.cuda.device_count())
 
@@ -82,7 +86,7 @@ class VllmBuilder:
         if self.cache * GIB < need.least_cache:
             raise EngineRefused(
                 f"A sequence of the model's whole context needs a KV cache of {need.least_cache / GIB:.2f} GiB, and "
-                f"REGRAFT_INFERENCE_KV_CACHE_GIB is {self.cache:g}: the operator must raise or unset it.",
+                f"REGRAFT_{self._setting.upper()} is {self.cache:g}: the operator must raise or unset it.",
                 503,
                 code="not_enough_memory",
             )
@@ -162,7 +166,7 @@ class VllmBuilder:
         if (cache := self._lowered.pop(name, None)) is not None:
             config = replace(config, kv_cache_bytes=max(need.least_cache, min(config.kv_cache_bytes, cache)))
         while True:
-            lower = partial(self._limits.lower, name, config, least=need.least_cache)
+            lower = partial(self.limits.lower, name, config, least=need.least_cache)
             log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
             adapters = folder_of_adapters(self.settings)
             server = await asyncio.to_thread(
@@ -171,12 +175,7 @@ class VllmBuilder:
             try:
                 await server.start()
             except EngineNotStarted as cause:
-                if (refusal := too_small_cache(name, config, cause.errors)) is not None:
-                    raise refusal from cause
-                smaller = await asyncio.to_thread(lower, cause.errors)
-                if smaller is None:
-                    raise
-                config = smaller
+                config = await asyncio.to_thread(self.limits.after, name, config, cause, need.least_cache)
             else:
                 return server
 
@@ -197,7 +196,7 @@ class VllmBuilder:
             threads=self.settings.torch_threads,
             tensor_parallel=self._gpus_of(entry),
         )
-        return self._limits.within(config, need.least_cache)
+        return self.limits.within(config, need.least_cache)
 
     def _lower_next(
         self, name: str, lower: Callable[[Sequence[str]], EngineConfig | None], errors: Sequence[str]

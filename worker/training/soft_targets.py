@@ -116,9 +116,9 @@ class SoftTargetLoss(RowLoss):
         correct, parts = 0.0, []
         chunks = (torch.split(tensor, self.chunk) for tensor in (hidden, tensors.target_M))
         for own, target, compare in zip(*chunks, comparisons, strict=True):
-            part, likeliest = _Chunk.apply(partial(self._compared, compare), own)  # type: ignore[no-untyped-call]
+            part, is_top = _Chunk.apply(partial(self._compared, compare, target), own)  # type: ignore[no-untyped-call]
             parts.append(part)
-            correct += (likeliest == target).sum().item()
+            correct += is_top.sum().item()
         loss = torch.stack(parts).sum()
         return loss, GradientSums(
             loss=loss.item(), tokens=len(tensors.target_M), correct=correct, sequences=batch.sequences
@@ -150,10 +150,13 @@ class SoftTargetLoss(RowLoss):
             for top_ids, top_logprobs in zip(ids, logprobs, strict=True)
         ]
 
-    def _compared(self, compare: Comparison, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum over the positions [m] of the hidden states [m, h], and the student's likeliest token at each."""
+    def _compared(self, compare: Comparison, target: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over the positions [m] of the hidden states [m, h], and whether the student finds no token likelier
+        than the target [m] at each.
+        """
         logits = self.policy.logits(hidden)
-        return compare(logits).sum(), logits.detach().argmax(-1)
+        target_logit = logits.detach().gather(-1, target[:, None])[:, 0]
+        return compare(logits).sum(), target_logit == logits.detach().amax(-1)
 
 
 class _Chunk(torch.autograd.Function):

@@ -62,9 +62,14 @@ capabilities:
 {{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
+{{/* The Secret with the passwords of the bundled servers. */}}
+{{- define "regraft.bundledSecret" -}}
+{{- .Values.bundled.existingSecret | default (printf "%s-bundled" (include "regraft.name" .)) -}}
+{{- end -}}
+
 {{- define "regraft.databaseSecret" -}}
 {{- if .Values.bundled.postgresql.enabled -}}
-{name: {{ include "regraft.name" . }}-bundled, key: database-url}
+{name: {{ include "regraft.bundledSecret" . }}, key: database-url}
 {{- else -}}
 {name: {{ .Values.database.existingSecret | quote }}, key: {{ .Values.database.secretKey | quote }}}
 {{- end -}}
@@ -72,7 +77,7 @@ capabilities:
 
 {{- define "regraft.brokerSecret" -}}
 {{- if .Values.bundled.valkey.enabled -}}
-{name: {{ include "regraft.name" . }}-bundled, key: broker-url}
+{name: {{ include "regraft.bundledSecret" . }}, key: broker-url}
 {{- else -}}
 {name: {{ .Values.broker.existingSecret | quote }}, key: {{ .Values.broker.secretKey | quote }}}
 {{- end -}}
@@ -90,7 +95,7 @@ capabilities:
 {{- if .Values.inference.existingSecret -}}
 {name: {{ .Values.inference.existingSecret | quote }}, key: {{ .Values.inference.secretKey | quote }}}
 {{- else -}}
-{name: {{ include "regraft.name" . }}-bundled, key: inference-key}
+{name: {{ include "regraft.bundledSecret" . }}, key: inference-key}
 {{- end -}}
 {{- end -}}
 
@@ -345,7 +350,7 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- if .Values.firstKey.existingSecret -}}
 {name: {{ .Values.firstKey.existingSecret | quote }}, key: {{ .Values.firstKey.secretKey | quote }}}
 {{- else if or .Values.bundled.postgresql.enabled .Values.bundled.valkey.enabled .Values.bundled.seaweedfs.enabled -}}
-{name: {{ include "regraft.name" . }}-bundled, key: first-key}
+{name: {{ include "regraft.bundledSecret" . }}, key: first-key}
 {{- end -}}
 {{- end -}}
 
@@ -431,7 +436,7 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{ end -}}
 {{- $keys := $v.objectStore.existingSecret -}}
 {{- if $v.bundled.seaweedfs.enabled -}}
-{{- $keys = printf "%s-bundled" (include "regraft.name" .) -}}
+{{- $keys = include "regraft.bundledSecret" . -}}
 - name: REGRAFT_BLOB_URL
   value: s3://regraft/all
 - name: REGRAFT_S3_ENDPOINT_URL
@@ -540,30 +545,54 @@ envFrom:
 {{- end -}}
 
 {{/*
+The init container of pods that use the database, which waits until that has their schema. Without a hook of Helm, nothing
+else makes the migration come first. With it the pods must not wait: `helm install --wait` runs the migration of the bundled
+PostgreSQL once they are ready. Takes (dict "root" $ "image" "api").
+*/}}
+{{- define "regraft.waitForSchema" -}}
+{{- if ne .root.Values.migrate.hooks "helm" -}}
+- name: wait-for-schema
+  image: {{ include "regraft.image" . | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [regraft-server, migrate, --wait, "1800"]
+  env:
+    {{- include "regraft.databaseEnv" .root | nindent 4 }}
+    {{- range $name, $value := .root.Values.extraEnv }}
+    - {name: {{ $name }}, value: {{ $value | quote }}}
+    {{- end }}
+  resources: {{- toYaml .root.Values.migrate.resources | nindent 4 }}
+  securityContext: {{- include "regraft.containerSecurity" .root | nindent 4 }}
+  volumeMounts:
+    - {name: data, mountPath: /data}
+    - {name: tmp, mountPath: /tmp}
+    {{- include "regraft.extraMounts" .root | indent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{/*
 The init container that checks the GPUs of a pod, in seconds: a pod of a pool of Jobs starts for each job. A failure shows
 in its log with the remedy, and the pod does not start. Takes (dict "root" $ "pool" . "component" "worker").
 */}}
 {{- define "regraft.doctor" -}}
 {{- if and .root.Values.doctor.enabled (gt (int .pool.gpus) 0) -}}
-initContainers:
-  - name: doctor
-    image: {{ include "regraft.image" (dict "root" .root "image" "worker-gpu") | quote }}
-    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-    command: [regraft-server, doctor, --only, gpu, memory, shared memory]
-    env:
-      - {name: HOME, value: /tmp}
-      - {name: USER, value: regraft}
-      - {name: REGRAFT_COMPILE_CACHE, value: /cache/compiled}
-      - {name: REGRAFT_DATA_DIR, value: /data}
-      {{- include "regraft.settingsEnv" (dict "Values" .root.Values "Files" .root.Files "component" .component) | nindent 6 }}
-    resources:
-      {{- $resources := deepCopy .pool.resources }}
-      {{- $_ := set $resources.limits (.pool.gpuResource | default "nvidia.com/gpu") (int .pool.gpus) }}
-      {{- toYaml $resources | nindent 6 }}
-    securityContext: {{- include "regraft.containerSecurity" .root | nindent 6 }}
-    volumeMounts:
-      {{- include "regraft.mounts" .root | nindent 6 }}
-      {{- include "regraft.modelMounts" .root | nindent 6 }}
+- name: doctor
+  image: {{ include "regraft.image" (dict "root" .root "image" "worker-gpu") | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [regraft-server, doctor, --only, gpu, memory, shared memory]
+  env:
+    - {name: HOME, value: /tmp}
+    - {name: USER, value: regraft}
+    - {name: REGRAFT_COMPILE_CACHE, value: /cache/compiled}
+    - {name: REGRAFT_DATA_DIR, value: /data}
+    {{- include "regraft.settingsEnv" (dict "Values" .root.Values "Files" .root.Files "component" .component) | nindent 4 }}
+  resources:
+    {{- $resources := deepCopy .pool.resources }}
+    {{- $_ := set $resources.limits (.pool.gpuResource | default "nvidia.com/gpu") (int .pool.gpus) }}
+    {{- toYaml $resources | nindent 4 }}
+  securityContext: {{- include "regraft.containerSecurity" .root | nindent 4 }}
+  volumeMounts:
+    {{- include "regraft.mounts" .root | nindent 4 }}
+    {{- include "regraft.modelMounts" .root | nindent 4 }}
 {{- end -}}
 {{- end -}}
 
@@ -663,13 +692,23 @@ is a fifth of the product.
 {{- if not (or $v.objectStore.bucket $v.bundled.seaweedfs.enabled) -}}
 {{- $wrong = append $wrong "objectStore.bucket: name your bucket, or set bundled.seaweedfs.enabled for a demo" -}}
 {{- end -}}
+{{- if and (ne $v.migrate.hooks "helm") (not $v.bundled.existingSecret) -}}
+{{- range $name := list "postgresql" "valkey" "seaweedfs" -}}
+{{- if (index $v.bundled $name).enabled -}}
+{{- $wrong = append $wrong (printf "bundled.existingSecret: name the Secret with the passwords of bundled.%s, because only Helm's own installation keeps those that the chart draws" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if $v.networkPolicy.enabled -}}
 {{- $bundled := dict "database" $v.bundled.postgresql.enabled "broker" $v.bundled.valkey.enabled "objectStore" $v.bundled.seaweedfs.enabled -}}
 {{- range $name := list "database" "broker" "objectStore" -}}
-{{- if not (or (index $bundled $name) (index $v.networkPolicy $name).to) -}}
+{{- if not (or (index $bundled $name) (index $v.networkPolicy $name).to (and $v.networkPolicy.cilium.enabled (eq $name "objectStore") (or $v.objectStore.endpointUrl $v.objectStore.region))) -}}
 {{- $wrong = append $wrong (printf "networkPolicy.%s.to: list its peers, such as [{ipBlock: {cidr: …}}], or set networkPolicy.enabled to false" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and $v.networkPolicy.cilium.enabled (not $v.networkPolicy.enabled) -}}
+{{- $wrong = append $wrong "networkPolicy.cilium.enabled: adds names to the policies of networkPolicy.enabled; set that, too" -}}
 {{- end -}}
 {{- if and $v.dispatcher.enabled $v.networkPolicy.enabled (not $v.networkPolicy.kubernetesApi.to) -}}
 {{- $wrong = append $wrong "networkPolicy.kubernetesApi.to: list the addresses of the Kubernetes API for the dispatcher, as `kubectl get endpointslices -n default` shows them, or set networkPolicy.enabled to false" -}}
