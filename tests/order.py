@@ -1,17 +1,27 @@
-"""The order in which tests run: files that take longest first, or a random one."""
+"""The order in which tests run, and which of them run in one process: files that take longest first, or a random one."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import TypeVar
+from zlib import crc32
+
+from xdist.scheduler import LoadFileScheduling
 
 Test = TypeVar("Test")
 ROOT = Path(__file__).parent
 
-# A file is never split: one that takes minutes and comes last keeps one process busy after the others have finished. So
-# these come first: they take half a minute or more, of services, ranks, engines of vLLM or browsers. The last five take
-# longest of `make test-fast`. The files of the console follow each other, because they share a service and a browser.
+# A unit that takes minutes and comes last keeps one process busy after the others have finished. So these come first:
+# they take half a minute or more, of services, ranks, engines of vLLM or browsers. The last five take longest of
+# `make test-fast`.
 LONGEST = (
+    "console/test_compare.py",
+    "console/test_console.py",
+    "console/test_jobs.py",
+    "console/test_management.py",
+    "console/test_new_job.py",
+    "console/test_pipelines.py",
+    "console/test_studio.py",
     "worker/test_launch.py",
     "worker/test_vllm_sampler.py",
     "e2e/test_serving.py",
@@ -21,13 +31,7 @@ LONGEST = (
     "e2e/test_recipes.py",
     "families/test_families.py",
     "worker/test_vllm_server.py",
-    "console/test_studio.py",
-    "console/test_new_job.py",
-    "console/test_management.py",
-    "console/test_console.py",
-    "console/test_compare.py",
-    "console/test_jobs.py",
-    "console/test_pipelines.py",
+    "conformance/test_async.py",
     "api/test_tenancy.py",
     "worker/test_vllm_engines.py",
     "worker/test_fleet.py",
@@ -47,6 +51,38 @@ LONGEST = (
     "graders/test_python.py",
 )
 
+# Files that share a service and a browser, which take as long to start as the tests that use them: one process runs
+# them all. An entry is the beginning of the names of such files.
+TOGETHER = (
+    ("console/",),
+    ("conformance/",),
+    ("e2e/test_cli", "e2e/test_connections", "e2e/test_offline_jobs", "e2e/test_reward_models"),
+)
+# Long files whose tests share nothing, and in how many units they are dealt out.
+UNITS = {"api/test_schema.py": 3}
+
+
+def unit(test: str) -> str:
+    """The name of the tests that one process runs with this one, from first to last: as a rule those of its file.
+
+    Args:
+        test: its node id, such as "tests/core/test_jobs.py::test_a_job".
+    """
+    file, _, name = test.removeprefix("tests/").partition("::")
+    for files in TOGETHER:
+        if file.startswith(files):
+            return files[0]
+    if units := UNITS.get(file):
+        return f"{file} {crc32(name.encode()) % units}"
+    return file
+
+
+class UnitScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist says nothing of its types
+    """Deals units out to the processes, each to the one that has least to do."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit(nodeid)
+
 
 def longest_first(tests: Iterable[Test], file_of: Callable[[Test], Path]) -> list[Test]:
     """Move the tests of the files that take longest to the front. All others keep their order."""
@@ -54,12 +90,12 @@ def longest_first(tests: Iterable[Test], file_of: Callable[[Test], Path]) -> lis
     return sorted(tests, key=lambda test: rank.get(file_of(test), len(rank)))
 
 
-def part(tests: Iterable[Test], file_of: Callable[[Test], Path], number: int, parts: int) -> list[Test]:
-    """One of several parts of tests that are in order, each with whole files: they are dealt out one by one."""
+def part(tests: Iterable[Test], unit_of: Callable[[Test], str], number: int, parts: int) -> list[Test]:
+    """One of several parts of tests that are in order, each with whole units: they are dealt out one by one."""
     ordered = list(tests)
-    files = list(dict.fromkeys(map(file_of, ordered)))
-    mine = set(files[number - 1 :: parts])
-    return [test for test in ordered if file_of(test) in mine]
+    units = list(dict.fromkeys(map(unit_of, ordered)))
+    mine = set(units[number - 1 :: parts])
+    return [test for test in ordered if unit_of(test) in mine]
 
 
 def shuffled(tests: Iterable[Test], file_of: Callable[[Test], Path], seed: int) -> list[Test]:
