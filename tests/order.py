@@ -1,4 +1,4 @@
-"""The order in which tests run, and which of them run in one process: files that take longest first, or a random one."""
+"""The order in which tests run: what takes longest first, or a random one; and which tests run in one process."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
