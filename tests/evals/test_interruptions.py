@@ -54,7 +54,7 @@ def expire(database: Database) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_item_is_there_once_after_a_worker_was_killed_again_and_again(
+def test_each_item_is_there_once_however_often_a_worker_was_killed(
     client: OpenAI, new_eval: Callable[..., Any], house: House, sqlite_database: Database, tmp_path: Path
 ) -> None:
     """What was paid for and recorded is not paid for again: only requests in flight at a kill are repeated."""
