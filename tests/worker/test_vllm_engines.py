@@ -161,6 +161,9 @@ def test_all_engines_sample_from_the_adapter_after_an_update(
         move(policy, 1)
 
 
+@pytest.mark.timeout(
+    600
+)  # three processes import vLLM: 45 seconds of a core, of which a busy machine gives few
 def test_an_engine_of_two_processes_gives_the_same_answers_with_the_adapter_from_disk_or_in_memory(
     two: VllmSampler, policy: Policy, prompts: list[Prompt], tmp_path: Path
 ) -> None:
