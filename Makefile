@@ -13,7 +13,7 @@ INSTALLER ?= uv
 GPU ?= $(wildcard /dev/nvidiactl)
 # SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
 SAMPLER ?= registry
-# Files of tests are dealt out to this many processes, in the order of tests/order.py: those that take longest first. One
+# Tests are dealt out to this many processes in the units and the order of tests/order.py: what takes longest first. One
 # more than two cores, because tests wait for services, engines and browsers.
 TEST_PROCESSES ?= 3
 DEAL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

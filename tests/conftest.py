@@ -153,7 +153,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run files, and tests in a file, in random order"
     )
-    parser.addoption("--part", metavar="K/N", help="run the files of one of N parts, for a machine each")
+    parser.addoption("--part", metavar="K/N", help="run one of N parts, for a machine each")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = order.longest_first(items, path_of) if seed is None else order.shuffled(items, path_of, seed)
     if part := config.getoption("--part"):
         number, parts = map(int, part.split("/"))
-        kept = order.part(items, path_of, number, parts)
+        kept = order.part(items, lambda item: order.unit(item.nodeid), number, parts)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
     if long := budgets.left_out(items):
@@ -178,6 +178,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and needs_server(item):
             item.add_marker(pytest.mark.server)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> order.UnitScheduling | None:
+    return order.UnitScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def path_of(item: pytest.Item) -> Path:

@@ -10,11 +10,12 @@ import pytest
 
 from core.registry import BaseModelEntry
 from tests.fakes import GuessingSampler, Skill
+from tests.own_engines import with_forked_engines
 from worker.model.policy import Policy, load_base
 from worker.packages import vllm_version
 from worker.sampling import Answer, Sampler, Sampling, TurnSampler, grouped
 from worker.sampling.transformers import TransformersSampler
-from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.vllm import VllmSampler
 from worker.types import Prompt, Rollout
 
 PROMPTS = [Prompt(line, tuple(range(6, 6 + length)), {"answer": "red"}) for line, length in ((1, 3), (2, 7))]
@@ -38,7 +39,7 @@ def sampler(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Sample
         case "transformers":
             yield TransformersSampler(policy_on(tiny_model))
         case "vllm":
-            vllm = with_own_engines(policy_on(tiny_model), kv_cache_bytes=1 << 24, threads=1)
+            vllm = with_forked_engines(policy_on(tiny_model), kv_cache_bytes=1 << 24, threads=1)
             yield vllm
             vllm.close()
 

@@ -15,12 +15,13 @@ import torch
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
+from tests.own_engines import with_forked_engines
 from worker.checks import compatibility
 from worker.engine.client import EngineLost
 from worker.model.policy import Policy, load_base
 from worker.refusals import Refusal, first_line
 from worker.sampling import Sampling
-from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.vllm import VllmSampler
 from worker.types import Prompt
 
 PROMPTS = [Prompt(1, tuple(range(5, 45)), {}), Prompt(2, tuple(range(30, 41)), {})]  # beyond a window of 16
@@ -74,7 +75,7 @@ def started(family: Family, folder: Path) -> Iterator[tuple[Policy, VllmSampler]
     entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
     policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0)
     compatibility.probe(policy, sampled=False)
-    sampler = with_own_engines(policy, kv_cache_bytes=1 << 26, threads=1)
+    sampler = with_forked_engines(policy, kv_cache_bytes=1 << 26, threads=1)
     try:
         yield policy, sampler
     finally:

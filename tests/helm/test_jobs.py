@@ -4,7 +4,6 @@ The loop has the rules of KEDA's strategy `accurate`: a Job whose pod is not rea
 queue. The jobs are of a model that the registry lacks, so that each ends soon after its run has started.
 """
 
-import os
 import signal
 import time
 from collections import Counter
@@ -26,18 +25,19 @@ from core.jobs import lifecycle
 from core.service import queues
 from core.tenancy.limits import NO_LIMITS
 from tests import factories
+from tests.budgets import examples
 from tests.helm.charts import JOBS, Pod, of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
 from tests.servers import Postgres, SeaweedFS, reserve_port
 
 pytestmark = pytest.mark.slow
 
-# Each costs a start of Python with torch.
-NUMBER = 20 if os.environ.get("REGRAFT_THOROUGH") else 5
+# Each costs a start of Python with torch, and so does each signal: ten seconds of a core.
+NUMBER = examples(3, 20)
 # Unfinished jobs: a pod starts a Python with torch, and twenty at once would be minutes without a claim.
 AT_ONCE = 5
 # In turn, to pods with a running job.
-SIGNALS = [signal.SIGTERM, signal.SIGKILL] * (NUMBER // 5)
+SIGNALS = [signal.SIGTERM, signal.SIGKILL] * examples(1, 4)
 LEASE_SECONDS = 8
 
 

@@ -36,6 +36,7 @@ from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
 from tests.hyperparameters import in_groups
+from tests.own_engines import with_forked_engines
 from tests.present import untyped
 from tests.servers import reserve_port
 from tests.worker.conftest import GRADER, Bench
@@ -52,7 +53,7 @@ from worker.packages import vllm_version
 from worker.refusals import NoMember, SamplerUnusable, UserMistake
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.fleet import FleetConfig, FleetEngines
-from worker.sampling.vllm import VllmSampler, group_of, with_fleet, with_own_engines
+from worker.sampling.vllm import VllmSampler, group_of, with_fleet
 from worker.sampling.weights import BlobAdapters, adapter_named, name_of
 from worker.serving.adapters import AdapterFolders
 from worker.serving.engines import Engines
@@ -243,9 +244,7 @@ def as_groups(answers: list[Answer], how: Sampling) -> Groups:
 @pytest.fixture(scope="module")
 def expected(policy: Policy) -> dict[str, Groups]:
     """The answers of a job's own engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
-        sampler = with_own_engines(policy, kv_cache_bytes=1 << 25, threads=1)
+    sampler = with_forked_engines(policy, kv_cache_bytes=1 << 25, threads=1)
 
     def answers(how: Sampling) -> Groups:
         return as_groups([*sampler.answers(prompts(policy), how)], how)

@@ -21,7 +21,7 @@ from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond, Skill, SkillTrainer
 from tests.hyperparameters import in_groups
-from tests.own_engines import engines_of
+from tests.own_engines import engines_of, with_forked_engines
 from tests.tiny import make_tiny_model
 from tests.worker import vllm_parallel
 from tests.worker.conftest import GRADER, Bench
@@ -32,7 +32,7 @@ from worker.prepare.rollouts import coordinated
 from worker.prepare.run_memory import Resizable
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.placement import Placement
-from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.vllm import VllmSampler
 from worker.sampling.weights import same
 from worker.types import Prompt, Rollout
 
@@ -75,14 +75,12 @@ def lost() -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(policy: Policy, lost: list[str]) -> Iterator[VllmSampler]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
-        placement = Placement(tensor_parallel=1, gpus_E=((), ()))
-        sampler = with_own_engines(
-            policy, placement=placement, kv_cache_bytes=1 << 24, threads=1, on_restart=lost.append
-        )
-        yield sampler
-        sampler.close()
+    placement = Placement(tensor_parallel=1, gpus_E=((), ()))
+    sampler = with_forked_engines(
+        policy, placement=placement, kv_cache_bytes=1 << 24, threads=1, on_restart=lost.append
+    )
+    yield sampler
+    sampler.close()
 
 
 def move(policy: Policy, seed: int) -> None:
@@ -163,6 +161,9 @@ def test_all_engines_sample_from_the_adapter_after_an_update(
         move(policy, 1)
 
 
+@pytest.mark.timeout(
+    600
+)  # three processes import vLLM: 45 seconds of a core, of which a busy machine gives few
 def test_an_engine_of_two_processes_gives_the_same_answers_with_the_adapter_from_disk_or_in_memory(
     two: VllmSampler, policy: Policy, prompts: list[Prompt], tmp_path: Path
 ) -> None:

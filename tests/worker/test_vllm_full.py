@@ -20,7 +20,7 @@ from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
 from tests.hyperparameters import in_groups
-from tests.own_engines import engines_of
+from tests.own_engines import engines_of, with_forked_engines
 from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_offline_training import conversations
@@ -33,7 +33,7 @@ from worker.packages import vllm_version
 from worker.sampling.placement import Placement
 from worker.sampling.published import PublishedWeights
 from worker.sampling.transformers import TransformersSampler
-from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.vllm import VllmSampler
 from worker.sampling.weights import WeightFiles
 from worker.training.offline import OfflineTrainer
 from worker.types import Prompt, Rollout
@@ -54,7 +54,7 @@ def policy_on(folder: Path) -> FullPolicy:
 @contextmanager
 def sampling_from(policy: FullPolicy, folder: Path, **arguments: Any) -> Iterator[VllmSampler]:
     weights = WeightFiles(policy, PublishedWeights(policy, str(folder)))
-    sampler = with_own_engines(policy, weights=weights, kv_cache_bytes=1 << 24, threads=1, **arguments)
+    sampler = with_forked_engines(policy, weights=weights, kv_cache_bytes=1 << 24, threads=1, **arguments)
     try:
         yield sampler
     finally:

@@ -9,13 +9,14 @@ import pytest
 from core.response_format import response_schema
 from graders.types import Grade
 from tests.fakes import learn
+from tests.own_engines import with_forked_engines
 from tests.present import present
 from tests.worker.test_token_constraints import LETTER, load_thinking
 from tests.worker.test_training import asked
 from worker.model.policy import Policy
 from worker.packages import vllm_version
 from worker.sampling import Sampling, grouped
-from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.vllm import VllmSampler
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Prompt
 
@@ -32,12 +33,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 @pytest.fixture(scope="module")
 def sampler(policy: Policy) -> Iterator[VllmSampler]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Without bytecode the engine's process would compile vLLM again.
-        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        sampler = with_own_engines(policy, kv_cache_bytes=1 << 25, threads=1)
-        yield sampler
-        sampler.close()
+    sampler = with_forked_engines(policy, kv_cache_bytes=1 << 25, threads=1)
+    yield sampler
+    sampler.close()
 
 
 @pytest.mark.parametrize(("schema", "budget"), [(LETTER, 8), (LETTER, None), (None, 8)])

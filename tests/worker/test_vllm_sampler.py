@@ -1,7 +1,7 @@
 """vLLM behind the sampler's protocol: the same function as the trainer's, and a process that may die.
 
 One engine on a tiny model of words serves the whole file, and one on a model of bytes, which can write JSON. The tests
-that kill an engine leave a fresh one behind.
+that kill an engine leave a fresh one behind. That on bytes is started as a job starts it, the other is forked.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.response_format import response_schema
 from core.settings import Settings
-from tests.own_engines import engines_of, facts_of
+from tests.own_engines import engines_of, facts_of, with_forked_engines
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model, make_tiny_model
 from worker.model import memory, sizing
@@ -59,12 +59,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 @pytest.fixture(scope="module")
 def sampler(policy: Policy) -> Iterator[VllmSampler]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Without bytecode each engine would compile vLLM again.
-        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        sampler = with_own_engines(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
-        yield sampler
-        sampler.close()
+    sampler = with_forked_engines(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
+    yield sampler
+    sampler.close()
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +74,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 @pytest.fixture(scope="module")
 def continuing(writer: Policy) -> Iterator[VllmSampler]:
     with pytest.MonkeyPatch.context() as patch:
+        # Without bytecode each engine would compile vLLM again.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         sampler = with_own_engines(writer, kv_cache_bytes=KV_CACHE_BYTES, threads=1, continues=True)
         yield sampler
@@ -488,11 +486,10 @@ class TestLostEngine:
     def test_an_engine_that_cannot_start_says_why(
         self, policy: Policy, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Unknown"]}')
         monkeypatch.setattr(policy, "source", tmp_path)
         restarts: list[Any] = []
-        sampler = with_own_engines(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
+        sampler = with_forked_engines(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
 
         with pytest.raises(
             SamplerUnusable, match=r"does not compute this model.*Unknown.*`sampler = \"transformers\"`"
@@ -547,8 +544,7 @@ class TestCache:
     @pytest.mark.thorough  # of vLLM's own arithmetic; the test above is of ours
     def test_and_vllm_refuses_it_too(self, deep: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the default was, and every job of the production profile met."""
-        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        sampler = with_own_engines(deep, kv_cache_bytes=1 << 30, threads=1)
+        sampler = with_forked_engines(deep, kv_cache_bytes=1 << 30, threads=1)
 
         with pytest.raises(SamplerUnusable, match=r"1\.12 GiB KV cache is needed"):
             drawn(sampler, [prompt(deep, "say yes", 1)], sampling())

@@ -10,11 +10,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -29,6 +29,21 @@ LOADING_SECONDS = 1800.0  # of a large model from a slow disk
 POLL_SECONDS = 0.1
 BACKLOG = 2048  # connections before the child accepts them: one for each group
 EXIT_SECONDS = 5.0  # between the signal to exit and the one that cannot be ignored
+
+
+class Process(Protocol):
+    """A process that has been started, such as an `asyncio.subprocess.Process`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def kill(self) -> None: ...
+    def terminate(self) -> None: ...
+
+
+StartProcess = Callable[..., Awaitable[Process]]  # with the arguments of asyncio.create_subprocess_exec
 
 
 class EngineNotStarted(Exception):
@@ -57,7 +72,7 @@ class EngineStart:
 class ChildEngine:
     """The process of an engine and the client for it."""
 
-    def __init__(self, folder: Path, process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
+    def __init__(self, folder: Path, process: Process, client: httpx.AsyncClient) -> None:
         self.folder, self.client = folder, client
         self._process = process
 
@@ -126,7 +141,9 @@ def socket_in(folder: Path) -> Path:
     return folder / "engine"
 
 
-async def start_of_job(folder: Path, config: EngineConfig) -> ChildEngine:
+async def start_of_job(
+    folder: Path, config: EngineConfig, start_process: StartProcess = asyncio.create_subprocess_exec
+) -> ChildEngine:
     """Start a job's own engine without waiting for it: it answers requests when it has loaded the model.
 
     Args:
@@ -138,7 +155,12 @@ async def start_of_job(folder: Path, config: EngineConfig) -> ChildEngine:
         descriptor = listening.fileno()
         made = {"config": asdict(config), "parent": os.getpid(), "listening": descriptor}
         return await _spawned(
-            folder, "worker.engine.child", made, engine_settings.environment(config), pass_fds=[descriptor]
+            folder,
+            "worker.engine.child",
+            made,
+            engine_settings.environment(config),
+            start_process,
+            pass_fds=[descriptor],
         )
 
 
@@ -183,7 +205,12 @@ async def start(
 
 
 async def _spawned(
-    folder: Path, module: str, start: Mapping[str, Any], environment: Mapping[str, str], **options: Any
+    folder: Path,
+    module: str,
+    start: Mapping[str, Any],
+    environment: Mapping[str, str],
+    start_process: StartProcess = asyncio.create_subprocess_exec,
+    **options: Any,
 ) -> ChildEngine:
     """`options`: of subprocess.Popen."""
     key = secrets.token_urlsafe(24)
@@ -191,7 +218,7 @@ async def _spawned(
     file.write_text(json.dumps(start))
     own = {"VLLM_API_KEY": key, "VLLM_RPC_BASE_PATH": str(folder), errors.FILE: str(errors.file_in(folder))}
     command = [sys.executable, "-m", module, str(file)]
-    process = await asyncio.create_subprocess_exec(*command, env={**environment, **own}, **options)
+    process = await start_process(*command, env={**environment, **own}, **options)
     client = httpx.AsyncClient(
         transport=httpx.AsyncHTTPTransport(uds=str(socket_in(folder)), limits=httpx.Limits()),
         base_url="http://engine",

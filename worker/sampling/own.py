@@ -6,9 +6,10 @@ A crash or a hang in one must not take the run along, so that each is a process 
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from textwrap import shorten
 
 from worker.engine import launch
@@ -24,6 +25,7 @@ from worker.sampling.pool import EngineSource, OnReady
 
 # Takes an out-of-memory error of an engine, and returns the memory of the next one. May raise.
 LowerEngine = Callable[[Shortage], EngineShare]
+StartEngine = Callable[[Path, EngineConfig], Awaitable[ChildEngine]]
 EXIT_SECONDS = 10.0  # until the kernel has removed a process whose connections are closed
 
 
@@ -75,14 +77,16 @@ class OwnEngines(EngineSource):
         max_restarts: int,
         on_restart: Callable[[str], None],
         lower: LowerEngine | None = None,
+        start_engine: StartEngine = launch.start_of_job,
     ) -> None:
         """An engine that sends nothing for `patience` seconds has hung. `on_restart` receives the reason.
 
         `lower` returns the memory of an engine that replaces one which ran out of it. None: it is that of before.
+        `start_engine` starts one, in a private folder, without waiting until it answers.
         """
         self.config, self.gpus_E = config, gpus_E
         self.patience, self.max_restarts, self.on_restart = patience, max_restarts, on_restart
-        self.lower = lower
+        self.lower, self._start_engine = lower, start_engine
         self.by_number: dict[int, OwnEngine] = {}  # a lost one is missing
         self.has_answered = False
         self._losses: Counter[int] = Counter()
@@ -188,7 +192,7 @@ class OwnEngines(EngineSource):
         folder = ExitStack()
         path = folder.enter_context(launch.private_folder())
         config = replace(self.config, gpus=self.gpus_E[number])
-        child = await launch.start_of_job(path, config)
+        child = await self._start_engine(path, config)
         engine = self.by_number[number] = OwnEngine(
             "the vLLM engine",
             child.client,

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, TypeVar, Union
 
 from core.units import GIB
+from worker.engine import launch
 from worker.engine.client import SILENCE_SECONDS, EngineLost
 from worker.engine.options import EngineConfig
 from worker.engine.protocol import (
@@ -38,7 +39,7 @@ from worker.progress import PROGRESS
 from worker.refusals import first_error
 from worker.sampling import Answer, SampledTurns, Sampling
 from worker.sampling.fleet import FleetConfig, FleetEngines
-from worker.sampling.own import LowerEngine, OwnEngines
+from worker.sampling.own import LowerEngine, OwnEngines, StartEngine
 from worker.sampling.placement import ONE_ENGINE, Placement
 from worker.sampling.pool import EnginePool, EngineSource
 from worker.sampling.weights import (
@@ -466,6 +467,7 @@ def with_own_engines(
     patience: float = SILENCE_SECONDS,
     max_restarts: int = 2,
     lower: LowerEngine | None = None,
+    start_engine: StartEngine = launch.start_of_job,
     on_restart: Callable[[str], None] = lambda reason: None,
     on_left_out: OnLeftOut = lambda policy, modules: None,
 ) -> VllmSampler:
@@ -477,7 +479,7 @@ def with_own_engines(
             process of an engine has, does not hold one sequence of the context.
         sleeps, continues: `sleep` and `update_in_flight` are going to be called.
         patience: an engine that sends no message for as many seconds has hung.
-        lower: as OwnEngines says.
+        lower, start_engine: as OwnEngines says.
         max_restarts: of each engine, in one `sample`; `on_restart` receives the reason.
     """
     config = EngineConfig(
@@ -499,6 +501,7 @@ def with_own_engines(
         max_restarts=max_restarts,
         on_restart=on_restart,
         lower=lower,
+        start_engine=start_engine,
     )
     return VllmSampler(policy, engines, weights or SentAdapter(), on_left_out=on_left_out)
 
