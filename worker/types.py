@@ -252,7 +252,7 @@ class CallTokens:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """What a TrainingSequence is of a whole episode, in the division of a pack."""
 
     whole: "TrainingSequence"
@@ -283,7 +283,7 @@ class TrainingSequence:
     key: "AnswerKey" = field(default=0, compare=False)  # of the Rollout
     branches: tuple[Branch, ...] = ()  # of an episode with branches; empty: each token sees all before it
     calls: tuple[CallTokens, ...] = ()  # of an episode; empty: all tokens are one call
-    piece: Piece | None = field(default=None, compare=False)  # None: it is whole
+    piece: AnswerPiece | None = field(default=None, compare=False)  # None: it is whole
 
     @property
     def is_trained_T(self) -> tuple[bool, ...]:

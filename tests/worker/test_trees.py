@@ -148,7 +148,7 @@ class TestLayout:
         sequence = tree.sequence_of(make(), make().logprobs_T, 1.0)
         whole = Pack(PROMPT, (sequence,))
 
-        expected = {}
+        expected: dict[int, Any] = {}
         for row in in_rows(whole):
             expected |= visible_ids(row, rule)
         assert visible_ids(whole, rule) == expected
@@ -303,16 +303,17 @@ class TestDivision:
 
 
 LOSSES: list[dict[str, Any]] = [
-    *({"loss": name} for name in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo")),
     {"loss": "gspo", "importance": "none", "kl": 0.1},
     {"loss": "rloo", "importance": "none"},
-    {"loss": "dapo", "importance": "mask", "kl": 0.1, "kl_estimator": "k1"},
-    {"loss": "grpo", "overlong": {"type": "mask"}},
     {"loss": "grpo", "updates_per_batch": 2},
-    {"loss": {"type": "reinforce_plus_plus"}, "kl": 0.1},
     {"loss": {"type": "ppo"}},
 ]
-NAMES = [" ".join(map(str, values.values())) for values in LOSSES]
+SLOW_LOSSES: list[dict[str, Any]] = [
+    *({"loss": name} for name in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo")),
+    {"loss": "dapo", "importance": "mask", "kl": 0.1, "kl_estimator": "k1"},
+    {"loss": "grpo", "overlong": {"type": "mask"}},
+    {"loss": {"type": "reinforce_plus_plus"}, "kl": 0.1},
+]
 
 
 @pytest.fixture(scope="module")
@@ -340,30 +341,34 @@ def window_base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def policy(request: pytest.FixtureRequest, make_policy: MakePolicy, window_base: Any) -> Policy:
     if request.param == "full":
         return make_policy(moved=True)
-    windowed = Policy(copy.deepcopy(window_base), rank=4, alpha=8, seed=0)
+    return moved(Policy(copy.deepcopy(window_base), rank=4, alpha=8, seed=0), 0.2)
+
+
+def moved(policy: Policy, std: float) -> Policy:
+    """With an adapter as if it had learned something."""
     torch.manual_seed(1)
-    for parameter in windowed.trainable:
-        torch.nn.init.normal_(parameter, std=0.2)
-    return windowed
+    for parameter in policy.trainable:
+        torch.nn.init.normal_(parameter, std=std)
+    return policy
 
 
-def in_rows_of_the_model(policy: Policy) -> None:
-    policy.use(Route("rows", "padded"))
-
-
-@pytest.mark.parametrize("advanced", LOSSES, ids=NAMES)
+@pytest.mark.parametrize(
+    "advanced",
+    [*LOSSES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW_LOSSES)],
+    ids=lambda advanced: " ".join(map(str, advanced.values())),
+)
 def test_a_tree_teaches_what_its_rows_teach(make_policy: MakePolicy, advanced: dict[str, Any]) -> None:
     """Whole, cut at subtrees, and as rows that the model computes under its own rules."""
-    settings = asked(advanced)
     found = []
-    for budget, forward in ((4096, "packed"), (16, "packed"), (4096, "rows"), (16, "rows")):
-        policy = make_policy(moved=True)
+    for budget, forward in ((4096, "packed"), (24, "packed"), (24, "rows")):
+        policy = moved(make_policy(), 0.05)
         if forward == "rows":
             policy.use(Route("rows", "padded"))
-        found.append(packed_gradients(policy, groups(), settings, budget))
+        found.append(packed_gradients(policy, groups()[1:], asked(advanced), budget))
 
-    for ours in found[1:]:
-        assert relative_difference(ours, found[0]) < 1e-6
+    # rloo multiplies the ratios of an episode, and so their rounding errors.
+    bound = 3e-6 if advanced["loss"] == "rloo" else 1e-6
+    assert max(relative_difference(ours, found[0]) for ours in found[1:]) < bound
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])

@@ -252,6 +252,50 @@ def _numbered(packs: Iterable[Pack]) -> Iterator[tuple[Answer, int]]:
         yield answer, number
 
 
+class _Rows:
+    """The inputs of a micro-batch, filled row by row."""
+
+    def __init__(self, packs: Sequence[Pack], width: int) -> None:
+        shape = len(packs), width
+        self.input_ids = torch.zeros(shape, dtype=torch.int64)
+        self.position_ids = torch.zeros(shape, dtype=torch.int64)
+        self.segment = torch.full(shape, -1, dtype=torch.int64)
+        has_branches = any(answer.branches for pack in packs for answer in pack.sequences)
+        self.seen_until = torch.zeros(shape, dtype=torch.int64) if has_branches else None
+
+    def fill(self, row: int, pack: Pack) -> Iterator[list[int]]:
+        """Lay out a pack. Yields for each answer the columns that predict its tokens."""
+        prompt = len(pack.prompt_ids)
+        placed = [tree.placed(answer) for answer in pack.sequences]
+        # Branches that do not see the prompt are numbered behind those that do.
+        seeing = [sum(branch.sees_prompt for branch in branches) for branches in placed]
+        first, first_root = 1, 1 + sum(seeing)
+        self._put(row, 0, pack.prompt_ids, 0, (0, first_root))
+        at = prompt
+        for answer, branches, count in zip(pack.sequences, placed, seeing, strict=True):
+            start, columns = at, []
+            for branch in branches:
+                ids = answer.output_ids_T[branch.inputs.start : branch.inputs.stop]
+                position = branch.position + (prompt if branch.sees_prompt else 0)
+                offset = first if branch.sees_prompt else first_root - count
+                self._put(row, at, ids, position, (offset + branch.number, offset + branch.until))
+                # The last token of the path so far predicts the first; from there each predicts the next.
+                before = prompt - 1 if branch.before is None else start + branch.before
+                columns += [before, *range(at, at + len(ids))][: branch.tokens]
+                at += len(ids)
+            yield columns
+            first, first_root = first + count, first_root + len(branches) - count
+
+    def _put(self, row: int, at: int, ids: Sequence[int], position: int, seen_by: tuple[int, int]) -> None:
+        """Put tokens of the segment `seen_by[0]`, which the segments up to `seen_by[1]` see."""
+        place = slice(at, at + len(ids))
+        self.input_ids[row, place] = torch.tensor(ids, dtype=torch.int64)
+        self.position_ids[row, place] = torch.arange(position, position + len(ids))
+        self.segment[row, place] = seen_by[0]
+        if self.seen_until is not None:
+            self.seen_until[row, place] = seen_by[1]
+
+
 def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Tensors:
     """Lay the packs out as rows, padded on the right to `row_width` of the longest.
 
@@ -261,50 +305,18 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
     def floats(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    width = row_width(max(pack.tokens for pack in packs), device)
-    shape = len(packs), width
-    input_ids = torch.zeros(shape, dtype=torch.int64)
-    position_ids = torch.zeros(shape, dtype=torch.int64)
-    segment = torch.full(shape, -1, dtype=torch.int64)
-    has_branches = any(answer.branches for pack in packs for answer in pack.sequences)
-    seen_until = torch.zeros(shape, dtype=torch.int64) if has_branches else None
+    rows = _Rows(packs, row_width(max(pack.tokens for pack in packs), device))
     targets = _Targets()
     numbers = (number for _, number in _numbered(packs))
     for b, pack in enumerate(packs):
-        prompt, at = len(pack.prompt_ids), len(pack.prompt_ids)
-        input_ids[b, :prompt] = torch.tensor(pack.prompt_ids, dtype=torch.int64)
-        position_ids[b, :prompt] = torch.arange(prompt)
-        segment[b, :prompt] = 0
-        spans = [tree.spans(answer) for answer in pack.sequences]
-        # Branches that do not see the prompt are numbered behind those that do.
-        seeing = [sum(span.sees_prompt for span in spans_of_one) for spans_of_one in spans]
-        first, first_root = 1, 1 + sum(seeing)
-        if seen_until is not None:
-            seen_until[b, :prompt] = first_root
-        for answer, spans_of_one, count in zip(pack.sequences, spans, seeing, strict=True):
-            start, columns = at, []
-            for span in spans_of_one:
-                ids = answer.output_ids_T[span.inputs.start : span.inputs.stop]
-                place = slice(at, at + len(ids))
-                position = span.position + (prompt if span.sees_prompt else 0)
-                offset = first if span.sees_prompt else first_root - count
-                input_ids[b, place] = torch.tensor(ids, dtype=torch.int64)
-                position_ids[b, place] = torch.arange(position, position + len(ids))
-                segment[b, place] = offset + span.number
-                if seen_until is not None:
-                    seen_until[b, place] = offset + span.until
-                # The last token of the path so far predicts the first; from there each predicts the next.
-                before = prompt - 1 if span.before is None else start + span.before
-                columns += [before, *range(at, at + len(ids))][: span.tokens]
-                at += len(ids)
+        for answer, columns in zip(pack.sequences, rows.fill(b, pack), strict=True):
             targets.add(answer, next(numbers), b, columns)
-            first, first_root = first + count, first_root + len(spans_of_one) - count
     if any(answer.piece for pack in packs for answer in pack.sequences):
         targets.sort()
     return Tensors(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
-        segment=segment.to(device),
+        input_ids=rows.input_ids.to(device),
+        position_ids=rows.position_ids.to(device),
+        segment=rows.segment.to(device),
         row_M=torch.tensor(targets.row, device=device),
         column_M=torch.tensor(targets.column, device=device),
         target_M=torch.tensor(targets.target, device=device),
@@ -314,5 +326,5 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         weight_M=floats(targets.weight),
         teacher_logp_M=floats(targets.teacher_logp) if targets.teacher_logp else None,
         score_M=floats(targets.score) if targets.score else None,
-        seen_until=None if seen_until is None else seen_until.to(device),
+        seen_until=None if rows.seen_until is None else rows.seen_until.to(device),
     )

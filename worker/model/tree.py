@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 
-from worker.types import NEW_ROOT, Branch, CallTokens, Node, Piece, Rollout, TrainingSequence
+from worker.types import NEW_ROOT, AnswerPiece, Branch, CallTokens, Node, Rollout, TrainingSequence
 
 
 def sequence_of(
@@ -63,6 +63,11 @@ def sequence_of(
     )
 
 
+def read_sequence(rollout: Rollout) -> TrainingSequence:
+    """Return what a teacher reads of an answer: it finds log-probabilities of all tokens, of forced ones too."""
+    return sequence_of(replace(rollout, teacher_T=()), rollout.logprobs_T, 0.0, learns_forced=True)
+
+
 def _branches(nodes: Sequence[Node]) -> tuple[Branch, ...]:
     branches = [Branch(node.parent, len(node.context_ids) + len(node.answer.output_ids_T)) for node in nodes]
     return () if _is_chain(branches) else tuple(branches)
@@ -73,7 +78,7 @@ def _is_chain(branches: Sequence[Branch]) -> bool:
 
 
 @dataclass(frozen=True)
-class Span:
+class PlacedBranch:
     """A branch in a row of the trainer. Of a sequence without branches there is one."""
 
     tokens: int
@@ -88,12 +93,12 @@ class Span:
     until: int  # the number after those of its subtree, which see it
 
 
-def spans(sequence: TrainingSequence) -> list[Span]:
+def placed(sequence: TrainingSequence) -> list[PlacedBranch]:
     """Return the branches of a sequence in the order of its tokens."""
     branches = sequence.branches or (Branch(None, len(sequence.output_ids_T)),)
     number, until = _depth_first(branches)
     parents = {branch.parent for branch in branches}
-    found: list[Span] = []
+    found: list[PlacedBranch] = []
     last: list[int | None] = []  # of each branch, the last input on its path
     token, read = 0, 0
     for at, branch in enumerate(branches):
@@ -104,7 +109,9 @@ def spans(sequence: TrainingSequence) -> list[Span]:
             sees_prompt, position = parent.sees_prompt, parent.position + parent.tokens
             before = last[branch.parent]
         last.append(read + len(inputs) - 1 if inputs else before)
-        found.append(Span(branch.tokens, inputs, sees_prompt, position, before, number[at], until[at]))
+        found.append(
+            PlacedBranch(branch.tokens, inputs, sees_prompt, position, before, number[at], until[at])
+        )
         token, read = token + branch.tokens, read + len(inputs)
     return found
 
@@ -197,7 +204,7 @@ def _piece(sequence: TrainingSequence, held: set[int], learned: set[int]) -> Tra
         learned_T=learned_T,
         branches=() if _is_chain(branches) else branches,
         calls=(),
-        piece=Piece(sequence, places)
+        piece=AnswerPiece(sequence, places)
         if outer is None
-        else Piece(outer.whole, tuple(outer.places[place] for place in places)),
+        else AnswerPiece(outer.whole, tuple(outer.places[place] for place in places)),
     )

@@ -25,6 +25,8 @@ from graders.judge.judges import JudgeModel
 from graders.judge.usage import TokenLedger
 from graders.template import quoted
 from graders.types import TokenUsage
+from worker.model.batch import in_rows
+from worker.model.tree import read_sequence
 from worker.refusals import ModelUnavailable, UserMistake
 from worker.types import Pack, Prompt, Rollout, TopTokens, TrainingSequence
 
@@ -82,14 +84,13 @@ class ServedTeacher:
         """
         if temperature != 1:
             raise ValueError(f"a server gives log-probabilities at temperature 1, not {temperature}")
-        sequences = [
-            (*prompt.ids, *rollout.output_ids_T) for prompt, rollouts_G in answers_P for rollout in rollouts_G
-        ]
-        echoes = iter(self._read_all(sequences))
-        return [
-            [next(echoes).logprobs_T[len(prompt.ids) :] for _ in rollouts_G]
+        rows_PG = [
+            [in_rows(Pack(prompt.ids, (read_sequence(rollout),))) for rollout in rollouts_G]
             for prompt, rollouts_G in answers_P
         ]
+        rows = [row for rows_G in rows_PG for rows_of_one in rows_G for row in rows_of_one]
+        echoes = iter(self._read_all([(*row.prompt_ids, *row.sequences[0].output_ids_T) for row in rows]))
+        return [[_of_rows(rows, [next(echoes) for _ in rows]) for rows in rows_G] for rows_G in rows_PG]
 
     def with_top(self, packs: Sequence[Pack], top_k: int) -> list[Pack]:
         """See TopTeacher. Raises as `logprobs` does."""
@@ -235,6 +236,17 @@ def legible_tokens(tokenizer: PreTrainedTokenizerBase, most: int) -> dict[int, s
     tokens = list(texts)
     apart = max(1, math.ceil(len(tokens) / most))
     return {token: texts[token] for token in tokens[::apart]}
+
+
+def _of_rows(rows: Sequence[Pack], echoes: Sequence[Echo]) -> tuple[float, ...]:
+    """The log-probabilities of an answer's tokens, each from the row of its path where it is learned."""
+    found: dict[int, float] = {}
+    for row, echo in zip(rows, echoes, strict=True):
+        [path] = row.sequences
+        values = compress(echo.logprobs_T[len(row.prompt_ids) :], path.is_trained_T)
+        places = range(path.trained_tokens) if path.piece is None else path.piece.places
+        found |= zip(places, values, strict=True)
+    return tuple(found[place] for place in sorted(found))
 
 
 def top_tokens(top_T: Sequence[Mapping[int, float]], answer: TrainingSequence, top_k: int) -> TopTokens:

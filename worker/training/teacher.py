@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,9 +12,9 @@ from graders.types import TokenUsage
 from worker.model.batch import answers_of, micro_batches, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs
-from worker.model.tree import sequence_of
+from worker.model.tree import read_sequence
 from worker.training.row_cost import row_cost
-from worker.types import Pack, Prompt, Rollout, TrainingSequence
+from worker.types import Pack, Prompt, Rollout
 
 
 class Teacher(Protocol):
@@ -65,7 +65,7 @@ class PolicyTeacher:
         self, answers_P: Sequence[tuple[Prompt, Sequence[Rollout]]], temperature: float
     ) -> list[list[tuple[float, ...]]]:
         policy = self.policy
-        sequences_PG = [[_sequence(rollout) for rollout in rollouts_G] for _, rollouts_G in answers_P]
+        sequences_PG = [[read_sequence(rollout) for rollout in rollouts_G] for _, rollouts_G in answers_P]
         packs = [
             Pack(prompt.ids, tuple(sequences_G))
             for (prompt, _), sequences_G in zip(answers_P, sequences_PG, strict=True)
@@ -84,8 +84,3 @@ class PolicyTeacher:
                     at += answer.tokens
                 self.beat()
         return [[found[id(sequence)] for sequence in sequences_G] for sequences_G in sequences_PG]
-
-
-def _sequence(rollout: Rollout) -> TrainingSequence:
-    """Forced tokens too: a teacher's log-probabilities are of all tokens."""
-    return sequence_of(replace(rollout, teacher_T=()), rollout.logprobs_T, 0.0, learns_forced=True)
