@@ -208,7 +208,9 @@ def migrate(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     if arguments.weights and arguments.format != "gguf":
-        raise UsageError("--weights is for --format gguf; the other formats keep the precision of their files")
+        raise UsageError(
+            "--weights is for --format gguf; the other formats keep the precision of their files"
+        )
     settings = configured()
     check_models(settings)
     prepare(settings)
