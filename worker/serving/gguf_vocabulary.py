@@ -59,7 +59,7 @@ def add_vocabulary(
     writer.add_token_list(texts)
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
-    special.chat_template = tokenizer.chat_template  # type: ignore[assignment]
+    special.chat_template = tokenizer.chat_template
     special.add_special_token |= _added(tokenizer)
     special.add_to_gguf(writer, quiet=True)
 
