@@ -100,7 +100,7 @@ def make_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> PeftMo
 
 def largest_difference(file: llama_cpp.LlamaCpp, model: Any, prompts: Sequence[list[int]]) -> float:
     """Between the log-probabilities of the ten most likely tokens after each prompt, in nats."""
-    differences = []
+    differences: list[float] = []
     for prompt in prompts:
         with torch.no_grad():
             exact = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
