@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
 QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -42,7 +43,11 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 
 def byte_level_tokenizer(
-    pre_tokenizer: PreTokenizer, *, size: int = 600, ignore_merges: bool = False, template: str | None = CHATML
+    pre_tokenizer: PreTokenizer,
+    *,
+    size: int = 600,
+    ignore_merges: bool = False,
+    template: str | None = CHATML,
 ) -> PreTrainedTokenizerFast:
     """Merges of this repository's prose.
 
@@ -50,7 +55,9 @@ def byte_level_tokenizer(
     """
     tokens = Tokenizer(BPE(ignore_merges=ignore_merges))
     tokens.pre_tokenizer = plain()
-    text = (ROOT / "README.md").read_text()[:6000] + "\n\n 12345 678 9  1000 2026-11-27 it's I'll we've don't" * 20
+    text = (ROOT / "README.md").read_text()[
+        :6000
+    ] + "\n\n 12345 678 9  1000 2026-11-27 it's I'll we've don't" * 20
     lines = [text[start : start + 60] for start in range(0, len(text), 60)]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = BpeTrainer(

@@ -25,6 +25,15 @@ class LlamaCpp:
         found = self._post("/completion", {**body, "top_k": 1})["completion_probabilities"]
         return [one["id"] for one in found], [one["logprob"] for one in found]
 
+    def next_token(self, prompt: Sequence[int], count: int) -> dict[int, float]:
+        """The log-probabilities of the `count` most likely tokens after a prompt.
+
+        Of none where the first of them ends the answer or is a part of a character: those are not reported.
+        """
+        body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": count, "cache_prompt": False}
+        steps = self._post("/completion", body).get("completion_probabilities", [])
+        return {one["id"]: one["logprob"] for step in steps for one in step["top_logprobs"]}
+
     def chat(self, messages: Sequence[dict[str, str]], size: int) -> str:
         """The most likely answer, with the chat template of the file."""
         body = {"messages": messages, "max_tokens": size, "temperature": 0, "top_k": 1}

@@ -408,8 +408,8 @@ COMMANDS = (
         arg("-o --output", "FOLDER", "must be empty or not exist", required=True),
         arg(
             "--format",
-            help="an adapter as PEFT writes it; the merged model in safetensors; the merged model or the adapter as GGUF, "
-            "with a Modelfile for Ollama (default: peft)",
+            help="an adapter as PEFT writes it; the merged model in safetensors; the merged model or the adapter as "
+            "GGUF, with a Modelfile for Ollama (default: peft)",
             choices=["peft", "merged", "gguf", "gguf-adapter"],
             default="peft",
         ),

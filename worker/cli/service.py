@@ -256,7 +256,9 @@ def schema_problem(settings: Settings) -> str | None:
 
 def export(arguments: argparse.Namespace) -> int:
     if arguments.weights and arguments.format != "gguf":
-        raise UsageError("--weights is for --format gguf; the other formats keep the precision of their files")
+        raise UsageError(
+            "--weights is for --format gguf; the other formats keep the precision of their files"
+        )
     settings = configured()
     check_models(settings)
     prepare(settings)

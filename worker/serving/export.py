@@ -46,7 +46,9 @@ def export_to(
     except (NotFound, CheckpointDamaged) as refused:
         sys.exit(refused.message)
     if home.is_whole_model and format in ("merged", "gguf-adapter"):
-        sys.exit(f"{name} is a whole model already, without an adapter: export the format peft, as it is, or gguf.")
+        sys.exit(
+            f"{name} is a whole model already, without an adapter: export the format peft, as it is, or gguf."
+        )
     if format == "peft":
         home.write(blobs, folder)
         return

@@ -43,7 +43,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class Architecture:
-    """How the tensors of one model are written."""
+    """The mapping of one model to llama.cpp."""
 
     def __init__(self, config: Any) -> None:
         """`config`: the model's transformers config.
@@ -132,7 +132,7 @@ def _family_of(config: Any) -> Family:
     problem = _problem(config)
     if problem:
         raise UnsupportedModel(
-            f"GGUF is not supported for this {config.model_type}: {problem}. Export the format 'merged' or 'peft' instead."
+            f"GGUF is not supported for this {config.model_type}: {problem}. Export the format 'merged' or 'peft'."
         )
     return family
 
@@ -152,6 +152,8 @@ def _problem(config: Any) -> str:
     # llama.cpp has this pattern in its code, and reads none from the file.
     interval = 4 if config.model_type == "smollm3" else 0
     skipped = [number for number, rotates in enumerate(getattr(config, "no_rope_layers", [])) if not rotates]
-    if skipped != [number for number in range(config.num_hidden_layers) if interval and number % interval == 3]:
+    if skipped != [
+        number for number in range(config.num_hidden_layers) if interval and number % interval == 3
+    ]:
         return "other layers than every fourth have no rotary embedding"
     return ""

@@ -136,7 +136,11 @@ def write_model(
             "bfloat16, and 'gguf-adapter' for a GGUF file of this base."
         )
     architecture = Architecture(config)
-    files = {name: path for name, path in quantized.files_by_tensor(source).items() if architecture.is_written(name)}
+    files = {
+        name: path
+        for name, path in quantized.files_by_tensor(source).items()
+        if architecture.is_written(name)
+    }
     if absent := sorted(pairs.keys() - files.keys()):
         raise UnsupportedModel(
             f"GGUF is not supported: the model's files have no {absent[0]}, which the adapter changes."
@@ -156,7 +160,11 @@ def write_model(
         stored_as = _stored_as(shapes[name], kind)
         bytes_shape = quants.quant_shape_to_byte_shape(shapes[name], stored_as)
         writer.add_tensor_info(
-            architecture.tensor_name(name), bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), stored_as
+            architecture.tensor_name(name),
+            bytes_shape,
+            np.dtype(np.uint8),
+            int(np.prod(bytes_shape)),
+            stored_as,
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -171,7 +179,7 @@ def write_model(
 def _merged(
     files: Mapping[str, str], pairs: Mapping[str, Pair], architecture: Architecture
 ) -> Iterator[tuple[str, Rows]]:
-    """Each tensor with its adapter added, in float32 and in llama.cpp's order of rows, by its name in the model's files."""
+    """Each tensor with its adapter added, in float32 and llama.cpp's order of rows, by its name in the files."""
     for name, path in files.items():
         with safe_open(path, "pt") as tensors:
             weight = tensors.get_tensor(name).float()
@@ -190,5 +198,7 @@ def _stored_as(shape: Any, kind: GGMLQuantizationType) -> GGMLQuantizationType:
 
 def _encoded(name: str, tensor: Rows, kind: GGMLQuantizationType) -> Any:
     if kind != GGMLQuantizationType.F32 and np.abs(tensor).max() > np.finfo(np.float16).max:
-        raise InvalidModel(f"The weight {name} has values that 16 bits of GGUF cannot hold. Export the format 'merged'.")
+        raise InvalidModel(
+            f"The weight {name} has values that 16 bits of GGUF cannot hold. Export the format 'merged'."
+        )
     return quants.quantize(tensor, kind).view(np.uint8)

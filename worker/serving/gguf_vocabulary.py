@@ -20,11 +20,12 @@ Steps = tuple[str, ...]
 
 DIGITS, BYTES, GPT2_BYTES = "each digit", "bytes", "GPT-2's expression and bytes"
 _QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-# Names of llama.cpp's src/llama-vocab.cpp, by whether a whole word of the vocabulary is taken without merges, and by the
-# steps before that. tests/worker/test_gguf.py compares the tokens of each with llama.cpp's.
+# Names of llama.cpp's src/llama-vocab.cpp, by whether a whole word of the vocabulary is taken without merges, and by
+# the steps before that. tests/worker/test_gguf.py compares the tokens of each with llama.cpp's.
 PRE_TOKENIZERS: Mapping[tuple[bool, Steps], str] = {
     (False, (GPT2_BYTES,)): "gpt-2",
     (False, (DIGITS, GPT2_BYTES)): "smollm",
@@ -47,7 +48,9 @@ def add_vocabulary(
     """
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise UnsupportedModel("GGUF needs a tokenizer.json, and the model's tokenizer has none. Export 'merged'.")
+        raise UnsupportedModel(
+            "GGUF needs a tokenizer.json, and the model's tokenizer has none. Export 'merged'."
+        )
     description = json.loads(path.read_text())
     name = pre_tokenizer_of(description)
     texts, types = _tokens(description, size)
@@ -56,7 +59,7 @@ def add_vocabulary(
     writer.add_token_list(texts)
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
-    special.chat_template = tokenizer.chat_template  # type: ignore[assignment]
+    special.chat_template = tokenizer.chat_template
     special.add_special_token |= _added(tokenizer)
     special.add_to_gguf(writer, quiet=True)
 
@@ -72,7 +75,9 @@ def pre_tokenizer_of(description: Mapping[str, Any]) -> str:
     if model["type"] != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, as SentencePiece has" if model["type"] == "BPE" else model["type"]
         raise _unsupported(f"it is a {kind}, and only byte-level BPE is tested")
-    if normalizer != "NFC":  # of text in NFC, as most is, llama.cpp gives the same tokens without a normalizer
+    if (
+        normalizer != "NFC"
+    ):  # of text in NFC, as most is, llama.cpp gives the same tokens without a normalizer
         raise _unsupported(f"its normalizer is {normalizer}")
     steps = _steps(description.get("pre_tokenizer") or {"type": "none"})
     ignores_merges = bool(model.get("ignore_merges"))
@@ -80,16 +85,16 @@ def pre_tokenizer_of(description: Mapping[str, Any]) -> str:
     if found is None:
         known = ", ".join(PRE_TOKENIZERS.values())
         raise _unsupported(
-            f"its pre-tokenizer ({' then '.join(steps)}; ignore_merges {str(ignores_merges).lower()}) is not one of those "
-            f"that are tested ({known})"
+            f"its pre-tokenizer ({' then '.join(steps)}; ignore_merges {str(ignores_merges).lower()}) is not one of "
+            f"those that are tested ({known})"
         )
     return found
 
 
 def _unsupported(reason: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"GGUF is not supported for this tokenizer: {reason}. Export the format 'gguf-adapter', which has no tokenizer, or "
-        "'merged'."
+        f"GGUF is not supported for this tokenizer: {reason}. Export the format 'gguf-adapter', which has no "
+        "tokenizer, or 'merged'."
     )
 
 

@@ -1,16 +1,18 @@
 """Ollama's Modelfile for an export: the weights, the chat template in Ollama's language, and where answers end.
 
-Ollama's templates are Go's, and no program translates Jinja into them. But most chat templates put fixed texts around each
-message, and these texts are what rendering a few chats shows. A template that does more is left out, and the Modelfile
-says so.
+Ollama's templates are Go's, and no program translates Jinja into them. But most chat templates put fixed texts around
+each message, and rendering a few chats shows these texts. A template that does more is left out, and the Modelfile says
+so.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]  # messages, and whether an answer follows
@@ -39,7 +41,8 @@ class FixedTexts:
         """The same as a template of Ollama."""
         roles = {"system": self.system, "user": self.user, "assistant": self.assistant}
         cases = "{{ else }}".join(
-            f'{{{{ if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}' for role, (before, after) in roles.items()
+            f'{{{{ if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
+            for role, (before, after) in roles.items()
         )
         return f"{{{{ range .Messages }}}}{cases}{'{{ end }}' * len(roles)}{{{{ end }}}}{self.assistant[0]}"
 
@@ -50,8 +53,8 @@ def fixed_texts(render: Render) -> FixedTexts | None:
         found = _read(render)
         if found is not None and all(found.render(chat) == render(chat, True) for chat in _chats()):
             return found
-    except (TemplateError, ValueError, TypeError):  # such as one that takes no system message
-        pass
+    except Exception as cause:  # a template is a program, and may take no system message
+        log.info("the chat template is not written for Ollama: %r", cause)
     return None
 
 
@@ -62,7 +65,7 @@ def modelfile_of(tokenizer: PreTrainedTokenizerBase, file: str, base: str | None
         file: the GGUF file of the export.
         base: the GGUF file of the base model, if `file` is an adapter.
     """
-    texts = fixed_texts(_renderer(tokenizer))
+    texts = fixed_texts(renderer(tokenizer))
     lines = [f"FROM ./{file}"]
     if base is not None:
         lines = [
@@ -72,8 +75,8 @@ def modelfile_of(tokenizer: PreTrainedTokenizerBase, file: str, base: str | None
         ]
     if texts is None:
         lines += [
-            "# The chat template of the job (chat_template.jinja) is more than texts around messages, so it is not written",
-            "# in Ollama's language. Ollama chooses one of its own: compare it (`ollama show --template`).",
+            "# The chat template of the job (chat_template.jinja) is more than texts around messages, so it is not",
+            "# written in Ollama's language. Ollama chooses another: compare it (`ollama show --template`).",
         ]
     else:
         lines.append(f'TEMPLATE """{texts.as_go()}"""')
@@ -84,7 +87,7 @@ def modelfile_of(tokenizer: PreTrainedTokenizerBase, file: str, base: str | None
     return "\n".join(lines) + "\n"
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase) -> Render:
+def renderer(tokenizer: PreTrainedTokenizerBase) -> Render:
     """Renders chats without the token before each text, which Ollama adds itself."""
     begin = tokenizer.bos_token if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else None
 
@@ -108,17 +111,24 @@ def _chats() -> Iterator[list[Message]]:
 
 
 def _read(render: Render) -> FixedTexts | None:
-    """The texts, from chats whose messages can be told apart."""
+    """The texts, from chats whose messages differ."""
     question = [_message("user", _USER)]
     asked, answering = render(question, False), render(question, True)
-    chat = [_message("system", _SYSTEM), *question, _message("assistant", _ASSISTANT), _message("user", _SECOND)]
+    chat = [
+        _message("system", _SYSTEM),
+        *question,
+        _message("assistant", _ASSISTANT),
+        _message("user", _SECOND),
+    ]
     parts = _split(render(chat, True), [_SYSTEM, _USER, _ASSISTANT, _SECOND])
     answered = _split(render([*question, _message("assistant", _ASSISTANT)], False), [_USER, _ASSISTANT])
     if parts is None or answered is None or not answering.startswith(asked):
         return None
     start, after_system, after_user, after_answer, end = parts
     opening, closing = answering.removeprefix(asked), answered[-1]
-    if not (opening and end == after_user and after_user.endswith(opening) and after_answer.startswith(closing)):
+    if not (
+        opening and end == after_user and after_user.endswith(opening) and after_answer.startswith(closing)
+    ):
         return None
     before_user = after_answer.removeprefix(closing)
     user = (before_user, after_user.removesuffix(opening))

@@ -1,0 +1,135 @@
+"""A tuned model is exported as GGUF, and llama.cpp answers as the service does."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regraft
+from openai import OpenAI
+
+from tests import llama_cpp
+from tests.byte_level import PRE_TOKENIZERS, byte_level_tokenizer
+from tests.e2e.conftest import ROOT, Server, jsonl, patient, start_server
+from tests.present import present
+from tests.tiny import make_tiny_model, save_llama
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [
+    *("Who are you?", "What is 12 + 30?", "It's late, isn't it?", "Name  two colors.", "Hello\n\nthere"),
+    *("Why?", "日本語", "1234567", "Say yes!", "Is this the last one?"),
+]
+ROWS = [{"messages": [{"role": "user", "content": question}], "answer": "the"} for question in QUESTIONS[:3]]
+GRADER = {
+    "type": "string_check",
+    "name": "says",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "ilike",
+}
+HYPERPARAMETERS = {
+    "batch_size": 3,
+    "n_epochs": 2,
+    "advanced": {
+        "sampling": {"group_size": 8, "max_completion_tokens": 4},
+        "optimizer": {"learning_rate": 0.02},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("gguf")
+    tokenizer = byte_level_tokenizer(PRE_TOKENIZERS["qwen2"])
+    model = save_llama(tokenizer, 600, 2, folder / "model", head_dim=32)
+    server = start_server(folder / "data", model, judge=make_tiny_model(folder / "words", head_dim=32))
+    yield server
+    server.stop()
+
+
+def trained(service: Server, model: str) -> str:
+    client = service.client(timeout=120)
+    files = [client.files.create(file=(n, jsonl(ROWS)), purpose="fine-tune").id for n in ("train", "valid")]
+    method: Any = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": GRADER, "hyperparameters": HYPERPARAMETERS},
+    }
+    job = client.fine_tuning.jobs.create(
+        model=model, training_file=files[0], validation_file=files[1], seed=1, method=method
+    )
+    for _ in regraft.events(client, job.id, poll_seconds=0.2):
+        pass
+    done = client.fine_tuning.jobs.retrieve(job.id)
+    assert done.status == "succeeded", done.error
+    return job.id
+
+
+def export(service: Server, job: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "REGRAFT_DATA_DIR": str(service.folder),
+        "REGRAFT_MODELS_FILE": str(service.folder / "models.toml"),
+    }
+    command = [sys.executable, "-m", "worker.cli", "export", job, "-o", str(folder), *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def first_token(client: OpenAI, model: str, question: str) -> dict[str, float]:
+    """The log-probabilities of the five most likely first tokens of an answer."""
+    messages: Any = [{"role": "user", "content": question}]
+    completion = patient(client).chat.completions.create(
+        model=model, messages=messages, max_completion_tokens=1, temperature=0, logprobs=True, top_logprobs=5
+    )
+    [token] = present(present(completion.choices[0].logprobs).content)
+    return {one.token: one.logprob for one in token.top_logprobs}
+
+
+def test_llama_cpp_answers_as_the_service_does(service: Server, tmp_path: Path) -> None:
+    """Ten questions in the chat template of the file, with the adapter merged into the base."""
+    job = trained(service, "tiny")
+    client = service.client(timeout=120)
+    model = present(client.fine_tuning.jobs.retrieve(job).fine_tuned_model)
+    done = export(service, job, tmp_path / "merged", "--format", "gguf")
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.name for file in (tmp_path / "merged").iterdir()) == [
+        *("Modelfile", "README.md", "chat_template.jinja", "model-f16.gguf", "reproduce.json")
+    ]
+
+    tokenizer = byte_level_tokenizer(PRE_TOKENIZERS["qwen2"])
+    differences = []
+    with llama_cpp.loaded(tmp_path / "merged" / "model-f16.gguf") as theirs:
+        for question in QUESTIONS:
+            prompt = theirs.tokens(theirs.rendered([{"role": "user", "content": question}]))
+            exact = first_token(client, model, question)
+            found = theirs.next_token(prompt, 10)
+            texts = {tokenizer.decode([token]): logprob for token, logprob in found.items()}
+            # A part of a character has no text of its own.
+            differences += [
+                abs(texts[text] - exact[text]) for text in exact.keys() & texts.keys() - {"\ufffd"}
+            ]
+    assert len(differences) >= 15
+    assert max(differences) < 0.02
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_and_its_adapter_is_not(
+    service: Server, tmp_path: Path
+) -> None:
+    job = trained(service, "judge")
+
+    refused = export(service, job, tmp_path / "merged", "--format", "gguf")
+    done = export(service, job, tmp_path / "adapter", "--format", "gguf-adapter")
+
+    assert (refused.returncode, list((tmp_path / "merged").iterdir())) == (1, [])
+    assert "it is a WordLevel, and only byte-level BPE is tested" in refused.stderr
+    assert done.returncode == 0, done.stderr
+    assert "ADAPTER ./adapter.gguf" in (tmp_path / "adapter" / "Modelfile").read_text()
+
+
+def test_the_type_of_weights_is_refused_with_a_format_that_has_none(service: Server, tmp_path: Path) -> None:
+    done = export(service, "ftjob-none", tmp_path / "out", "--weights", "q8_0")
+
+    assert done.returncode == 2
+    assert "--weights is for --format gguf" in done.stderr
