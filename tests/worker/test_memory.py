@@ -42,8 +42,9 @@ from worker import main_memory
 from worker.model import attention, batch, memory, sizing
 from worker.model.batch import Tensors
 from worker.model.engine_sizes import EngineSizes, context_bucket
-from worker.model.head import Computation, Head, entropy, through_head
+from worker.model.head import Computation, entropy, through_head
 from worker.model.lora import FrozenLinear
+from worker.model.model_structure import Head
 from worker.model.policy import Policy
 from worker.model.sizing import DoesNotFit, Machine, workload
 from worker.model.value_head import ValueHead
@@ -102,7 +103,7 @@ class TestEstimate:
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             logp_M, _ = through_head(computation, states, target_M, None)
-            logp_M.sum().backward()
+            logp_M.sum().backward()  # type: ignore[no-untyped-call]
 
         sizes = [
             one.nbytes()
