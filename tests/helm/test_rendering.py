@@ -10,6 +10,7 @@ import pytest
 from core.settings import Settings
 from tests.helm.charts import (
     CHART,
+    FLEET,
     JOBS,
     POOL,
     SERVER,
@@ -545,6 +546,34 @@ def test_the_gpus_of_a_pod_are_checked_before_it_starts() -> None:
     assert {"worker", "inference"} <= checked and "api" in plain
     off = render(profile("production", doctor={"enabled": False}))
     assert not [pod for pod in pods(off, "worker") if "initContainers" in pod.spec]
+
+
+def test_pods_use_the_service_accounts_that_are_given_and_the_chart_creates_the_others() -> None:
+    values = merged(
+        VARIATIONS["fleets"],
+        {"worker": {"serviceAccount": {"name": "ours"}}, "samplers": {"serviceAccount": {"name": "theirs"}}},
+    )
+    manifests = render(values)
+
+    accounts = {pod.component: pod.spec["serviceAccountName"] for pod in pods(manifests)}
+    assert (accounts["worker"], accounts["sampler-small"]) == ("ours", "theirs")
+    created = {one["metadata"]["name"] for one in of_kind(manifests, "ServiceAccount")}
+    assert created == {accounts["api"], accounts["inference"]} == {"regraft-api", "regraft-inference"}
+
+
+def test_a_fleet_may_have_a_cache_and_shared_memory_of_its_own() -> None:
+    def rendered(**fleet: Any) -> dict[str, Any]:
+        values = profile("production", samplers={"existingSecret": "samplers", "fleets": [FLEET | fleet]})
+        values["models"]["Qwen3-4B"] = {"hub": "Qwen/Qwen3-4B", "gpuClass": "h100"}
+        [pod] = pods(render(values), "sampler-small")
+        return {one["name"]: one for one in pod.spec["volumes"]}
+
+    volumes = rendered(cache={"existingClaim": "weights-4b"}, shm="16Gi")
+    assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "weights-4b"}
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "16Gi"
+    assert rendered()["shm"]["emptyDir"]["sizeLimit"] == "8Gi"
+    with pytest.raises(helm.HelmError, match=r"samplers\.fleets: the cache of small, 2Gi, has no room"):
+        rendered(cache={"size": "2Gi"})
 
 
 def test_pools_and_inference_each_have_the_priority_that_they_were_given() -> None:

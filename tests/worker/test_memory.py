@@ -1,5 +1,6 @@
 """What a job needs of memory: numbers that can be checked by hand, and what follows from them."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import dtype
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -40,6 +42,9 @@ from worker import main_memory
 from worker.model import attention, batch, memory, sizing
 from worker.model.batch import Tensors
 from worker.model.engine_sizes import EngineSizes, context_bucket
+from worker.model.head import Computation, entropy, through_head
+from worker.model.lora import FrozenLinear
+from worker.model.model_structure import Head
 from worker.model.policy import Policy
 from worker.model.sizing import DoesNotFit, Machine, workload
 from worker.model.value_head import ValueHead
@@ -87,6 +92,29 @@ class TestEstimate:
         assert on_cpu - on_gpu == 4 * (151_936 * 4096 + 512 * 151_936)
         wide = present(sizing.shape_of_config(QWEN3_8B, 4))
         assert estimated(wide, replace(H100, device="cpu")).head == on_gpu
+
+    def test_the_copies_are_what_the_real_head_allocates(self) -> None:
+        """The peak of a chunk's forward and backward pass, as torch's allocator counts it."""
+        vocabulary, hidden, tokens = 8000, 256, sizing.HEAD_CHUNK
+        layer = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        computation = Computation(FrozenLinear(layer, float32=True), Head(), 1.0, entropy)
+        states = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        target_M = torch.randint(0, vocabulary, (tokens,))
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            logp_M, _ = through_head(computation, states, target_M, None)
+            logp_M.sum().backward()  # type: ignore[no-untyped-call]
+
+        sizes = [
+            one.nbytes()
+            for one in untyped(profiled).profiler.kineto_results.events()
+            if one.name() == "[memory]"
+        ]
+        peak = max(itertools.accumulate(sizes))
+        shape = replace(LARGE, vocabulary=vocabulary, hidden=hidden)
+        planned = estimated(shape, replace(H100, device="cpu")).head
+        # The gradient of each log-probability is in the plan of the activations.
+        assert 0.97 * planned < peak - 4 * tokens * hidden < 1.02 * planned
 
     def test_an_engine_that_sleeps_keeps_the_slots_of_each_of_its_processes_in_main_memory(self) -> None:
         """Of each adapted layer, the matrix on the side of the hidden states is whole in each process."""

@@ -526,12 +526,6 @@ def estimate(
         masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
     packed = machine.packed and not full  # of weights that do not change
     weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
-    # Logits and probabilities in float32, and half as much: the gradient in bfloat16, or a part of the entropy.
-    logits = HEAD_CHUNK * shape.vocabulary * (4 + 4 + 2)
-    if machine.device == "cpu" and shape.bytes_each < 4:
-        # Copies of the weights and of the logits' gradients in float32 (worker/model/lora.py), in which they are added.
-        logits += 4 * (shape.vocabulary * shape.hidden + HEAD_CHUNK * shape.vocabulary)
-    head_gradients = shape.vocabulary * shape.hidden * shape.bytes_each if full else 0  # of all chunks
     shard = None
     if machine.degree > 1:
         shard = shape.trained_shard_bytes if full else shape.shard_bytes(machine.degree)
@@ -544,7 +538,7 @@ def estimate(
         * (4 + (adapter_copies if machine.device == "cpu" else 0)),
         activations=token_budget * (kept + ends + gradients) + (padding if machine.device == "cuda" else 0),
         attention=masks,
-        head=logits + head_gradients,
+        head=_head_bytes(shape, machine.device, full=full),
         cache=cache,
         margin=0,
         slots=slot_bytes(shape, rank, slots=machine.copies - 1, tensor_parallel=machine.tensor_parallel),
@@ -557,6 +551,16 @@ def estimate(
         sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
+
+
+def _head_bytes(shape: Shape, device: Device, *, full: bool) -> int:
+    """Of a chunk of the head, and with `full` of the gradients of its weights, which are of all chunks."""
+    # Logits and probabilities in float32, and half as much: the gradient in bfloat16, or a part of the entropy.
+    logits = HEAD_CHUNK * shape.vocabulary * (4 + 4 + 2)
+    if device == "cpu" and shape.bytes_each < 4:
+        # Copies of the weights and of the logits' gradients in float32 (worker/model/lora.py), in which they are added.
+        logits += 4 * (shape.vocabulary * shape.hidden + HEAD_CHUNK * shape.vocabulary)
+    return logits + (shape.vocabulary * shape.hidden * shape.bytes_each if full else 0)
 
 
 def _margin(found: Estimate, machine: Machine) -> int:

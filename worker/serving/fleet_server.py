@@ -33,6 +33,7 @@ from worker.engine.server import arguments, serve
 from worker.model.policy import read_tokenizer, source_of
 from worker.sampling.weights import adapter_named
 from worker.serving.adapters import SPARED_SECONDS, AdapterDamaged, AdapterFolders, AdapterGone, DiskBudget
+from worker.serving.cache_limits import CacheLimits
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_builder import VllmBuilder
 from worker.serving.vllm_server import write_nothing
@@ -103,27 +104,38 @@ def run(
     write_nothing(config.source, nothing)
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
     tool_parser = tool_parser_of(entry.tool_parser, tokenizer.chat_template)
-    with launch.private_folder() as private:
 
-        def serve_with(config: EngineConfig) -> None:
-            os.environ |= environment(config, is_server=True)
-            args = arguments(
-                fleet_options(config, tool_parser),
-                name=name,
-                keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
-                adapters=StoredAdapters(folders, nothing),
-            )
-            serve(listening, args, connection_options(settings))
+    def serve_with(config: EngineConfig) -> None:
+        os.environ |= environment(config, is_server=True)
+        args = arguments(
+            fleet_options(config, tool_parser),
+            name=name,
+            keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
+            adapters=StoredAdapters(folders, nothing),
+        )
+        serve(listening, args, connection_options(settings))
 
+    _serve_within(builder.limits, name, config, need.least_cache, serve_with)
+
+
+def _serve_within(
+    limits: CacheLimits, name: str, config: EngineConfig, least: int, serve: Callable[[EngineConfig], None]
+) -> None:
+    """Serve until a signal. Raises as `run`.
+
+    Args:
+        least: bytes of the cache of one sequence.
+    """
+    with launch.private_folder() as folder:
         while True:
             log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
             try:
-                later = _errors_while(partial(serve_with, config), private)
+                later = _errors_while(partial(serve, config), folder)
             except EngineNotStarted as cause:
-                config = builder.limits.after(name, config, cause, need.least_cache)
+                config = limits.after(name, config, cause, least)
             else:
                 with suppress(EngineRefused):  # the next process may meet more free memory
-                    builder.limits.lower(name, config, later, need.least_cache)
+                    limits.lower(name, config, later, least)
                 return
 
 

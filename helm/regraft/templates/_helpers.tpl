@@ -907,13 +907,6 @@ is a fifth of the product.
 {{- if and .autoscaling (or (eq (int .gpus) 0) (ne $sampler "vllm")) -}}
 {{- $wrong = append $wrong (printf "inference.models: %s has autoscaling, which reads metrics of vLLM, and its pods run transformers; give it gpus and the sampler vllm, or set replicas" .name) -}}
 {{- end -}}
-{{- $cache := .cache | default dict -}}
-{{- $hub := (get $v.models .model | default dict).hub -}}
-{{- if and $hub $cache.size (not $cache.existingClaim) -}}
-{{- if gt (include "regraft.weightsOf" $hub | float64) (include "regraft.gigabytes" $cache.size | float64) -}}
-{{- $wrong = append $wrong (printf "inference.models: the cache of %s, %s, has no room for the weights of %s; raise its size, or set its existingClaim" .name $cache.size $hub) -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
 {{- range $where, $entries := dict "inference.models" $v.inference.models "samplers.fleets" $v.samplers.fleets -}}
 {{- range $entries -}}
@@ -923,6 +916,13 @@ is a fifth of the product.
 {{- end -}}
 {{- if not $v.metrics.enabled -}}
 {{- $wrong = append $wrong (printf "metrics.enabled: set it, because the autoscaling in %s reads the metrics of the pods" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- $cache := .cache | default dict -}}
+{{- $hub := (get $v.models .model | default dict).hub -}}
+{{- if and $hub $cache.size (not $cache.existingClaim) -}}
+{{- if gt (include "regraft.weightsOf" $hub | float64) (include "regraft.gigabytes" $cache.size | float64) -}}
+{{- $wrong = append $wrong (printf "%s: the cache of %s, %s, has no room for the weights of %s; raise its size, or set its existingClaim" $where .name $cache.size $hub) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .autoscaling (hasKey . "replicas") -}}
