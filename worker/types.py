@@ -4,8 +4,9 @@ Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt),
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
@@ -58,12 +59,17 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer to one prompt, with the data for training."""
+    """One answer to one prompt, with the data for training: of one call of the policy, or of an episode of calls.
+
+    With `nodes` it is an episode: `Rollout.of_nodes` makes it. Then the fields `_T` have the tokens of all calls, in
+    the order of `nodes`; `forced` and `reasoning_tokens` are sums; `policy_step` is the oldest; and `text`,
+    `reasoning`, `cut_thought`, `parsed` and the token that `grammar_start` counts to are those of the last call.
+    """
 
     output_ids_T: tuple[int, ...]  # ends with the stop token unless it was truncated
     logprobs_T: tuple[float, ...]  # of each sampled token, after temperature: the denominator of the ratio
     text: str  # of the final answer, without special tokens
-    finish_reason: FinishReason
+    finish_reason: FinishReason  # of an episode: "length" if it was truncated
     reasoning: str = ""  # what a reasoning model wrote before its answer
     reasoning_tokens: int = 0
     # The index of the answer's first token. A response schema applies from here on, in sampling and in training.
@@ -78,6 +84,36 @@ class Rollout:
     # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
     policy_steps_T: tuple[int, ...] = ()
     parsed: ParsedAnswer | None = None  # `text` as content and calls, if the row has tools
+    nodes: "tuple[Node, ...]" = ()  # the calls of an episode in the order of sampling; empty: one call
+
+    @classmethod
+    def of_nodes(cls, nodes: "Sequence[Node]", *, is_truncated: bool = False) -> "Rollout":
+        """The episode of these calls, which are in the order of sampling.
+
+        Args:
+            is_truncated: a limit of the episode (its calls, tokens, time, or the context) ended it. An episode is also
+                truncated if one of its calls is.
+        """
+        answers = [node.answer for node in nodes]
+        *before, last = answers
+        truncated = is_truncated or any(answer.is_truncated for answer in answers)
+        known = [step for answer in answers if (step := answer.oldest_policy_step) is not None]
+        steps_T = tuple(chain.from_iterable(answer.known_policy_steps_T for answer in answers))
+        output_ids_T = tuple(chain.from_iterable(answer.output_ids_T for answer in answers))
+        differ = len(set(steps_T)) > 1 or any(answer.policy_steps_T for answer in answers)
+        return replace(
+            last,
+            output_ids_T=output_ids_T,
+            logprobs_T=tuple(chain.from_iterable(answer.logprobs_T for answer in answers)),
+            finish_reason="length" if truncated else "stop",
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in answers),
+            grammar_start=sum(len(answer.output_ids_T) for answer in before) + last.grammar_start,
+            forced=sum(answer.forced for answer in answers),
+            teacher_T=tuple(chain.from_iterable(answer.teacher_T for answer in answers)),
+            policy_step=min(known, default=None),
+            policy_steps_T=steps_T if differ and len(steps_T) == len(output_ids_T) else (),
+            nodes=tuple(nodes),
+        )
 
     @property
     def content(self) -> str:
@@ -90,12 +126,68 @@ class Rollout:
         return () if self.parsed is None else self.parsed.tool_calls(self.text)
 
     @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def is_sampled_T(self) -> tuple[bool, ...]:
+        """Which tokens of `output_ids_T` were sampled: all but the forced ones."""
+        if self.nodes:
+            return tuple(chain.from_iterable(node.answer.is_sampled_T for node in self.nodes))
+        forced = range(self.grammar_start - self.forced, self.grammar_start)
+        return tuple(at not in forced for at in range(len(self.output_ids_T)))
+
+    @property
     def sampled_tokens(self) -> int:
         return len(self.output_ids_T) - self.forced
 
     @property
     def sampled_logprobs(self) -> tuple[float, ...]:
-        return self.logprobs_T[: self.grammar_start - self.forced] + self.logprobs_T[self.grammar_start :]
+        return tuple(compress(self.logprobs_T, self.is_sampled_T))
+
+    @property
+    def oldest_policy_step(self) -> int | None:
+        """The steps that the oldest policy which sampled a token had learned from. None: not known."""
+        return min(self.policy_steps_T, default=self.policy_step)
+
+    @property
+    def known_policy_steps_T(self) -> tuple[int, ...]:
+        """For each token, the steps that its policy had learned from; empty if they are not known."""
+        if self.policy_step is None:
+            return self.policy_steps_T
+        return self.policy_steps_T or (self.policy_step,) * len(self.output_ids_T)
+
+
+# `Node.parent` of a call that sees nothing of the prompt: another conversation, with other tools or another system
+# prompt. Its `context_ids` are the whole prompt of the call.
+NEW_ROOT = -1
+
+
+@dataclass(frozen=True)
+class Node:
+    """One call of the policy in an episode, and its place in the episode's tree of tokens.
+
+    The model has read exactly these tokens before the call: the prompt (`Prompt.ids`); then, of each node on the path
+    from the prompt to the parent, `context_ids` and `answer.output_ids_T`; then the `context_ids` of this node.
+
+        prompt ─┬─ 0 (parent None): answer "call f"  ─── 1 (parent 0): context = result of f, answer "done"
+                └─ 2 (parent None): another answer to the prompt, which sees neither 0 nor 1
+
+    `context_ids` were not sampled: the stop token of an answer that was cut, the rest of its message, tool results, the
+    user's messages and the start of the next answer. They have no part in losses, lengths, entropy or KL.
+    `answer` is the call alone, as a sampler returns it: log-probabilities, finish reason, thought, `grammar_start`,
+    forced tokens and policy steps. All of it counts from the call's first token, and its own `nodes` are empty.
+
+    An episode without branches is a chain: the parent of node k is k - 1, and that of node 0 is None. Two calls after
+    the same context need a node for that context, so that it is there once: its answer is NO_ANSWER.
+    """
+
+    parent: int | None  # the index of an earlier node in `Rollout.nodes`; None: the prompt; NEW_ROOT: nothing
+    context_ids: tuple[int, ...]
+    answer: Rollout
+
+
+NO_ANSWER = Rollout((), (), "", "stop")
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _of_graders(
 def _staleness(step: int, train_P: Sequence[Group]) -> dict[str, float]:
     """How many updates the policy of the answers misses, and the share of tokens of such a policy."""
     data: dict[str, float] = {}
-    if lags := [step - 1 - one for rollout in _rollouts(train_P) for one in _policy_steps(rollout)]:
+    if lags := [step - 1 - one for rollout in _rollouts(train_P) for one in rollout.known_policy_steps_T]:
         data["staleness"] = sum(lags) / len(lags)
     if policy_steps := [one for rollout in _rollouts(train_P) for one in rollout.policy_steps_T]:
         data["stale_tokens_share"] = sum(one < step - 1 for one in policy_steps) / len(policy_steps)
@@ -244,7 +244,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
     grades, rollouts = _grades(groups_P), _rollouts(groups_P)
     lengths = [len(rollout.output_ids_T) for rollout in rollouts]
     reward, failed = mean_reward(groups_P), [grade for grade in grades if grade.score is None]
-    truncated = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    truncated = sum(rollout.is_truncated for rollout in rollouts) / len(rollouts)
     parse_errors = sum(grade.error == ErrorKind.sample_parse_error for grade in grades) / len(grades)
     if split == "valid":
         return {
@@ -349,13 +349,6 @@ def _update(update: UpdateMetrics) -> dict[str, Any]:
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:
     return [grade for group in groups_P for grade in group.grades_G]
-
-
-def _policy_steps(rollout: Rollout) -> Sequence[int]:
-    """For each token of an answer that was sampled ahead: the steps that its policy had learned from."""
-    if rollout.policy_step is None:
-        return ()
-    return rollout.policy_steps_T or (rollout.policy_step,) * len(rollout.output_ids_T)
 
 
 def _rollouts(groups_P: Sequence[Group]) -> list[Rollout]:

@@ -80,11 +80,7 @@ def _group_tokens(
 
 def _tokens(row: Row, rollout: Rollout, learned: TokenValues | None, texts: Sequence[str]) -> list[Row]:
     """The values of each token of one answer. An answer that was trained on and not computed had no advantage."""
-    sampled = [
-        at
-        for at in range(len(rollout.output_ids_T))
-        if not rollout.grammar_start - rollout.forced <= at < rollout.grammar_start
-    ]
+    sampled = [at for at, is_sampled in enumerate(rollout.is_sampled_T) if is_sampled]
     tokens: list[Row] = [{"text": text, "logprob": None, "advantage": None, "gap": None} for text in texts]
     for place, at in enumerate(sampled):
         tokens[at]["logprob"] = _half(rollout.logprobs_T[at])
@@ -124,11 +120,9 @@ def _group(group: Group, learned_G: Sequence[AnswerSignal] | None, where: Mappin
 
 
 def _policy_step(rollout: Rollout, where: Mapping[str, Any]) -> int:
-    """The steps that the policy had learned from which sampled the answer, or its first token."""
-    if rollout.policy_steps_T:
-        return rollout.policy_steps_T[0]
-    if rollout.policy_step is not None:
-        return rollout.policy_step
+    """The steps that the policy had learned from which sampled the answer, or its oldest token."""
+    if rollout.oldest_policy_step is not None:
+        return rollout.oldest_policy_step
     learned: int = where["step"] - (where["split"] == "train")
     return learned
 
