@@ -68,7 +68,7 @@ class FormulaDomainError(ArithmeticError):
     """The formula has no real value for these scores, or one that is too large for a score."""
 
 
-class Node(Protocol):
+class Expression(Protocol):
     def value(self, scores: Mapping[str, float]) -> float: ...
 
 
@@ -77,7 +77,7 @@ class Formula:
     """A parsed formula. Evaluation raises only FormulaDomainError."""
 
     text: str
-    root: Node
+    root: Expression
 
     @classmethod
     def parse(cls, text: str, names: Collection[str]) -> Formula:
@@ -120,7 +120,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Negative:
-    operand: Node
+    operand: Expression
 
     def value(self, scores: Mapping[str, float]) -> float:
         return -self.operand.value(scores)
@@ -133,8 +133,8 @@ class Chain:
     The node is flat, so a sum of 1,000 terms is no deeper than a sum of two.
     """
 
-    first: Node
-    rest: tuple[tuple[str, Node], ...]
+    first: Expression
+    rest: tuple[tuple[str, Expression], ...]
 
     def value(self, scores: Mapping[str, float]) -> float:
         total = self.first.value(scores)
@@ -147,7 +147,7 @@ class Chain:
 @dataclass(frozen=True)
 class FunctionCall:
     function: str
-    args: tuple[Node, ...]
+    args: tuple[Expression, ...]
 
     def value(self, scores: Mapping[str, float]) -> float:
         args = [arg.value(scores) for arg in self.args]
@@ -201,25 +201,25 @@ class _Parser:
         self.tokens, self.names = tokens, names
         self.at, self.depth = 0, 0
 
-    def formula(self) -> Node:
+    def formula(self) -> Expression:
         root = self.expression()
         if self.next.kind != "end":
             raise FormulaError(f"expected an operator, got {self.next.label}", self.next.position)
         return root
 
-    def expression(self) -> Node:
+    def expression(self) -> Expression:
         return self.chain(self.term, ("+", "-"))
 
-    def term(self) -> Node:
+    def term(self) -> Expression:
         return self.chain(self.signed, ("*", "/"))
 
-    def chain(self, operand: Callable[[], Node], symbols: tuple[str, ...]) -> Node:
+    def chain(self, operand: Callable[[], Expression], symbols: tuple[str, ...]) -> Expression:
         first, rest = operand(), []
         while symbol := self.take(*symbols):
             rest.append((symbol.text, operand()))
         return Chain(first, tuple(rest)) if rest else first
 
-    def signed(self) -> Node:
+    def signed(self) -> Expression:
         # Signs, powers, parentheses and calls all nest through this method, so it counts the depth.
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -232,11 +232,11 @@ class _Parser:
         self.depth -= 1
         return node
 
-    def power(self) -> Node:
+    def power(self) -> Expression:
         base = self.atom()
         return Chain(base, (("^", self.signed()),)) if self.take("^") else base
 
-    def atom(self) -> Node:
+    def atom(self) -> Expression:
         token = self.next
         self.at += 1
         if token.kind == "number":
@@ -249,7 +249,7 @@ class _Parser:
         self.close()
         return inner
 
-    def variable(self, token: _Token) -> Node:
+    def variable(self, token: _Token) -> Expression:
         if token.text in self.names:
             return Variable(token.text)
         if token.text in _FUNCTIONS:
@@ -258,12 +258,12 @@ class _Parser:
             )
         raise FormulaError(f"unknown name {token.label}, known are {', '.join(self.names)}", token.position)
 
-    def call(self, token: _Token) -> Node:
+    def call(self, token: _Token) -> Expression:
         if token.text not in _FUNCTIONS:
             raise FormulaError(
                 f"unknown function {token.label}, known are {', '.join(_FUNCTIONS)}", token.position
             )
-        args: list[Node] = []
+        args: list[Expression] = []
         if not self.take(")"):
             args.append(self.expression())
             while self.take(","):
