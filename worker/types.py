@@ -134,8 +134,7 @@ class Rollout:
         """Which tokens of `output_ids_T` were sampled: all but the forced ones."""
         if self.nodes:
             return tuple(chain.from_iterable(node.answer.is_sampled_T for node in self.nodes))
-        forced = range(self.grammar_start - self.forced, self.grammar_start)
-        return tuple(at not in forced for at in range(len(self.output_ids_T)))
+        return _sampled_T(len(self.output_ids_T), self.grammar_start, self.forced)
 
     @property
     def sampled_tokens(self) -> int:
@@ -156,6 +155,13 @@ class Rollout:
         if self.policy_step is None:
             return self.policy_steps_T
         return self.policy_steps_T or (self.policy_step,) * len(self.output_ids_T)
+
+
+def _sampled_T(tokens: int, grammar_start: int, forced: int) -> tuple[bool, ...]:
+    """All tokens but the `forced` ones before `grammar_start`."""
+    if not forced:
+        return (True,) * tokens
+    return (True,) * (grammar_start - forced) + (False,) * forced + (True,) * (tokens - grammar_start)
 
 
 # `Node.parent` of a call that sees nothing of the prompt: another conversation, with other tools or another system
@@ -228,8 +234,38 @@ class TopTokens:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Consecutive tokens of a branched episode, which see the prompt, the branches before them on their path, and
+    themselves."""
+
+    parent: int | None  # the index of an earlier branch; None: the prompt; NEW_ROOT: nothing
+    tokens: int
+
+
+@dataclass(frozen=True)
+class CallTokens:
+    """Where a call of an episode is in the tokens of a TrainingSequence."""
+
+    start: int
+    end: int
+    grammar_start: int  # as in Rollout, counted from `start`
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a TrainingSequence is of a whole episode, in the division of a pack."""
+
+    whole: "TrainingSequence"
+    places: tuple[int, ...]  # of its trained tokens, among the trained tokens of the whole
+
+
+@dataclass(frozen=True)
 class TrainingSequence:
-    """One answer as the trainer sees it: its tokens, their advantages, its weight in the loss."""
+    """One answer as the trainer sees it: its tokens, their advantages, its weight in the loss.
+
+    The tokens of an episode are those of its nodes one behind the other, context and sampled ones. Context is not in
+    `learned_T`, and its numbers are 0.
+    """
 
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
@@ -245,10 +281,28 @@ class TrainingSequence:
     scores: tuple[float, ...] = ()
     top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
     key: "AnswerKey" = field(default=0, compare=False)  # of the Rollout
+    branches: tuple[Branch, ...] = ()  # of an episode with branches; empty: each token sees all before it
+    calls: tuple[CallTokens, ...] = ()  # of an episode; empty: all tokens are one call
+    piece: Piece | None = field(default=None, compare=False)  # None: it is whole
+
+    @property
+    def is_trained_T(self) -> tuple[bool, ...]:
+        """Which tokens are trained on."""
+        return self.learned_T or _sampled_T(len(self.output_ids_T), self.grammar_start, self.forced)
 
     @property
     def trained_tokens(self) -> int:
         return sum(self.learned_T) if self.learned_T else len(self.output_ids_T) - self.forced
+
+    @property
+    def read_tokens(self) -> int:
+        """Its tokens that are inputs: the last one of each path predicts nothing."""
+        if not self.branches:
+            return len(self.output_ids_T) - 1
+        parents = {branch.parent for branch in self.branches}
+        return sum(
+            max(branch.tokens - (number not in parents), 0) for number, branch in enumerate(self.branches)
+        )
 
 
 @dataclass(frozen=True)
@@ -260,8 +314,7 @@ class Pack:
 
     @property
     def tokens(self) -> int:
-        # The last token of an answer predicts nothing, so it is not an input.
-        return len(self.prompt_ids) + sum(len(one.output_ids_T) - 1 for one in self.sequences)
+        return len(self.prompt_ids) + sum(answer.read_tokens for answer in self.sequences)
 
 
 @dataclass(frozen=True)

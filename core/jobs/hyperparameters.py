@@ -276,6 +276,13 @@ class Resolved(Value):
     value_learning_rate: float | None
     value_warmup_steps: int | None
     kl_warmup_steps: int
+    # The most tokens of an episode of several calls, which follows from the job's tools. None: answers are one call.
+    max_episode_tokens: int | None = Field(default=None, exclude=True)
+
+    @property
+    def longest_answer(self) -> int:
+        """The most tokens that are sampled for an answer, in all its calls."""
+        return self.max_episode_tokens or self.max_completion_tokens
 
     @property
     def has_token_rewards(self) -> bool:

@@ -2,8 +2,9 @@
 
 transformers calls `_mask` for each type of layer (full, sliding window, chunks) and `_attend` for each layer; both are
 registered under NAME. `_mask` evaluates the rule of that type of layer on the positions of tokens instead of on their
-places, and lets an answer see its prompt and itself only. So one row can hold a prompt and its answers, and a decoded
-token sees what it would see if its answer stood alone, whatever the rules of the model are.
+places, and lets an answer see its prompt and itself only, and a branch of an answer only what is on its path. So one
+row can hold a prompt and its answers, and a decoded token sees what it would see if its answer stood alone, whatever
+the rules of the model are.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ from worker.model.sizing import kernel_tokens
 from worker.refusals import UnsupportedModel
 
 NAME = "regraft"
-PROMPT, PADDING = 0, -1  # segments; the answers of a row are 1, 2, ...
+PROMPT, PADDING = 0, -1  # segments; the answers of a row, or their branches depth first, are 1, 2, ...
+EVERY_SEGMENT = 2**62  # more than there are
 
 # With a mask, PyTorch prefers cuDNN's attention on an H100 (torch 2.13, cuDNN above 9.15). It builds a plan for each
 # new shape, and nearly every micro-batch has one: 0.4 s forward and 0.5 s backward on a B200 (FunASR #3704), where the
@@ -52,13 +54,26 @@ class Layout:
     # Of the bias that stands for the mask on devices other than a CPU; None: a bool mask.
     bias_dtype: torch.dtype | None = None
     blocks: bool = False  # masks for FlexAttention, without a tensor of T^2 elements
+    # int64 [B, Tk]: a key is seen by the segments from its own up to here, exclusive. With branches, those of a subtree
+    # are numbered one after the other. None: the prompt is seen by all, and an answer by itself.
+    seen_until: Tensor | None = None
 
     @staticmethod
     def of_rows(
-        position: Tensor, segment: Tensor, bias_dtype: torch.dtype | None = None, blocks: bool = False
+        position: Tensor,
+        segment: Tensor,
+        bias_dtype: torch.dtype | None = None,
+        blocks: bool = False,
+        seen_until: Tensor | None = None,
     ) -> "Layout":
         """Every token of these rows is a query and a key."""
-        return Layout(position, segment, position, segment, bias_dtype, blocks)
+        return Layout(position, segment, position, segment, bias_dtype, blocks, seen_until)
+
+    @property
+    def key_until(self) -> Tensor:
+        if self.seen_until is not None:
+            return self.seen_until
+        return torch.where(self.key_segment == PROMPT, EVERY_SEGMENT, self.key_segment + 1)
 
 
 _LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)
@@ -133,7 +148,7 @@ def visible(layout: Layout, rule: MaskRule, queries: slice = slice(None)) -> Ten
     rows, device = len(query_position), query_position.device
     batch = torch.arange(rows, device=device).view(-1, 1, 1, 1)
     own = rule(batch, torch.zeros_like(batch[:1]), query_position, key_position)
-    related = ((key_segment == PROMPT) & (query_segment != PADDING)) | (key_segment == query_segment)
+    related = (key_segment <= query_segment) & (query_segment < layout.key_until[:, None, None, :])
     seen = own & related & (key_segment != PADDING)
     if layout.query_position is layout.key_position:
         place = torch.arange(layout.key_position.shape[1], device=device)
@@ -154,11 +169,13 @@ def block_mask(layout: Layout, rule: MaskRule) -> BlockMask:
     rowwise = Layout.of_rows(
         torch.nn.functional.pad(layout.query_position, (0, padding)),
         torch.nn.functional.pad(layout.query_segment, (0, padding), value=PADDING),
+        seen_until=torch.nn.functional.pad(layout.key_until, (0, padding)),
     )
     tokens = kernel_tokens(rows * (width + padding))
     tail = tokens - rows * (width + padding)
     position = torch.nn.functional.pad(rowwise.query_position.flatten(), (0, tail))
     segment = torch.nn.functional.pad(rowwise.query_segment.flatten(), (0, tail), value=PADDING)
+    until = torch.nn.functional.pad(rowwise.key_until.flatten(), (0, tail))
     # A tensor, like the others: a kernel would be compiled anew for another number.
     row = torch.nn.functional.pad(
         torch.arange(rows, device=device).repeat_interleave(width + padding), (0, tail), value=-1
@@ -167,7 +184,7 @@ def block_mask(layout: Layout, rule: MaskRule) -> BlockMask:
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = rule(batch, head, position[query], position[key])
         of_query, of_key = segment[query], segment[key]
-        related = ((of_key == PROMPT) & (of_query != PADDING)) | (of_key == of_query)
+        related = (of_key <= of_query) & (of_query < until[key])
         in_row = (row[query] == row[key]) & (of_key != PADDING)
         # Padding attends to itself: the softmax of nothing is 0/0.
         return (own & related & in_row) | (query == key)

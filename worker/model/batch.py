@@ -5,16 +5,18 @@ A pack is one row: the prompt once, then its answers one after the other.
     p p p p a a a b b c c c        each answer attends to the prompt and itself, not to siblings,
     0 1 2 3 4 5 6 4 5 4 5 6        and its positions continue those of the prompt
 
-A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168 without.
+A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168 without. An answer of several calls may
+have branches, which worker/model/tree.py shows.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import torch
 from torch import Tensor
 
+from worker.model import tree
 from worker.model.sizing import bucket
 from worker.types import Pack
 from worker.types import TrainingSequence as Answer
@@ -39,6 +41,7 @@ def micro_batches(
     rows: bool = False,
     cost: RowCost | None = None,
     couples_answers: bool = False,
+    couples_calls: bool = True,
 ) -> Iterator[list[Pack]]:
     """Yield batches of packs of similar length, each of at most `token_budget` tokens including padding.
 
@@ -46,12 +49,14 @@ def micro_batches(
     above the budget still gets its own batch.
 
     Args:
-        rows: split every pack, so that each row has one answer.
+        rows: split every pack, so that each row has one path of one answer.
         cost: split every pack as `cheapest_parts` does. None: only those above the budget.
         couples_answers: leave the answers of a pack in one batch, whatever the budget: a loss couples them.
+        couples_calls: leave the branches of an answer in one batch, whatever the budget.
     """
     batch: list[Pack] = []
-    for unit in sorted(_units(packs, token_budget, rows, cost, couples_answers), key=_longest):
+    units = _units(packs, token_budget, rows, cost, couples_answers, couples_calls)
+    for unit in sorted(units, key=_longest):
         # The newest unit is the longest, so it sets the width of the whole batch.
         if batch and (len(batch) + len(unit)) * row_width(_longest(unit), device) > token_budget:
             yield batch
@@ -62,15 +67,44 @@ def micro_batches(
 
 
 def _units(
-    packs: Sequence[Pack], token_budget: int, rows: bool, cost: RowCost | None, couples_answers: bool
-) -> list[list[Pack]]:
+    packs: Sequence[Pack],
+    token_budget: int,
+    rows: bool,
+    cost: RowCost | None,
+    couples_answers: bool,
+    couples_calls: bool,
+) -> Iterator[list[Pack]]:
     """The parts of packs that share a batch."""
-    if couples_answers:
-        return [list(split(pack, 0)) if rows else [pack] for pack in packs]
-    room = 0 if rows else token_budget
-    if cost is None:
-        return [[part] for pack in packs for part in split(pack, room)]
-    return [[part] for pack in packs for part in cheapest_parts(pack, room, cost)]
+    for pack in packs:
+        if couples_answers:
+            yield in_rows(pack) if rows else [pack]
+        elif rows:
+            for part in split(pack, 0):
+                row_each = in_rows(part)
+                yield from [row_each] if couples_calls else ([row] for row in row_each)
+        else:
+            whole = pack if couples_calls else _in_parts(pack, token_budget)
+            divided = (
+                split(whole, token_budget) if cost is None else cheapest_parts(whole, token_budget, cost)
+            )
+            yield from ([part] for part in divided)
+
+
+def in_rows(pack: Pack) -> list[Pack]:
+    """Return a pack for each path of each answer, whose row needs no mask but a causal one."""
+    return [
+        Pack((), (replace(path, branches=()),)) if path.branches else Pack(pack.prompt_ids, (path,))
+        for answer in pack.sequences
+        for path in tree.paths(answer)
+    ]
+
+
+def _in_parts(pack: Pack, token_budget: int) -> Pack:
+    """The pack with answers that are cut between subtrees where one alone is above the budget."""
+    room = token_budget - len(pack.prompt_ids)
+    return replace(
+        pack, sequences=tuple(part for answer in pack.sequences for part in tree.parts(answer, room))
+    )
 
 
 def _longest(unit: Sequence[Pack]) -> int:
@@ -83,7 +117,7 @@ def split(pack: Pack, token_budget: int) -> Iterator[Pack]:
     answers: list[Answer] = []
     used = 0
     for answer in pack.sequences:
-        length = len(answer.output_ids_T) - 1
+        length = answer.read_tokens
         if answers and used + length > room:
             yield Pack(pack.prompt_ids, tuple(answers))
             answers, used = [], 0
@@ -116,7 +150,7 @@ class Tensors:
 
     input_ids: Tensor  # int64 [B, T]
     position_ids: Tensor  # int64 [B, T]
-    segment: Tensor  # int64 [B, T]: 0 the prompt, 1.. the answers, -1 padding
+    segment: Tensor  # int64 [B, T]: 0 the prompt, 1.. the answers or their branches depth first, -1 padding
     row_M: Tensor  # int64 [M]: with column_M, the position whose hidden state predicts the token
     column_M: Tensor  # int64 [M]
     target_M: Tensor  # int64 [M]
@@ -127,6 +161,8 @@ class Tensors:
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
     teacher_logp_M: Tensor | None = None  # float32 [M], in jobs with a teacher
     score_M: Tensor | None = None  # float32 [M], of rows of a reward model
+    # int64 [B, T], with branches: tokens whose segment is from the token's own up to here, exclusive, may see it.
+    seen_until: Tensor | None = None
 
 
 def row_width(tokens: int, device: torch.device | str) -> int:
@@ -146,25 +182,74 @@ class _Targets:
     row: list[int] = field(default_factory=list)
     column: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    place: list[int] = field(default_factory=list)  # among the trained tokens of the whole answer
     sampled_logp: list[float] = field(default_factory=list)
     advantage: list[float] = field(default_factory=list)
     weight: list[float] = field(default_factory=list)
     teacher_logp: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # trained tokens of each answer
     score: list[float] = field(default_factory=list)
 
-    def add(self, answer: Answer, row: int, columns: Sequence[int]) -> None:
+    def add(self, answer: Answer, number: int, row: int, columns: Sequence[int]) -> None:
         """Add an answer of a row. `columns` are the positions that predict its tokens."""
-        learned = list(answer.learned_T or (True,) * len(columns))
-        self.lengths.append(sum(learned))
-        self.row += [row] * self.lengths[-1]
+        learned = answer.is_trained_T
+        count = sum(learned)
+        self.row += [row] * count
         self.column += compress(columns, learned)
         self.target += compress(answer.output_ids_T, learned)
+        self.answer += [number] * count
+        self.place += range(count) if answer.piece is None else answer.piece.places
         self.sampled_logp += compress(answer.logprobs_T, learned)
         self.advantage += compress(answer.advantages_T, learned)
-        self.weight += [answer.weight] * self.lengths[-1]
+        self.weight += [answer.weight] * count
         self.teacher_logp += compress(answer.teacher_T, learned)
         self.score += answer.scores
+
+    def sort(self) -> None:
+        """Put the tokens of each answer in the order that they have in it."""
+        order = sorted(range(len(self.answer)), key=lambda at: (self.answer[at], self.place[at]))
+        for values in vars(self).values():
+            values[:] = [values[at] for at in order] if values else []
+
+
+@dataclass(frozen=True)
+class TrainedAnswer:
+    """A whole answer, and which of its trained tokens a micro-batch has; None: all of them."""
+
+    whole: Answer
+    places: Sequence[int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.whole.trained_tokens if self.places is None else len(self.places)
+
+    @property
+    def index(self) -> slice | list[int]:
+        """Of its tokens in a tensor of all trained tokens of the answer."""
+        return slice(None) if self.places is None else [*self.places]
+
+
+def answers_of(packs: Iterable[Pack]) -> list[TrainedAnswer]:
+    """Return the answers of a micro-batch as `Tensors.answer_M` numbers them. The tokens [M] are in their order."""
+    found: dict[int, TrainedAnswer] = {}
+    for answer, number in _numbered(packs):
+        piece = answer.piece
+        if piece is None:
+            found[number] = TrainedAnswer(answer)
+        else:
+            before = found[number].places or () if number in found else ()
+            found[number] = TrainedAnswer(piece.whole, sorted((*before, *piece.places)))
+    return list(found.values())
+
+
+def _numbered(packs: Iterable[Pack]) -> Iterator[tuple[Answer, int]]:
+    """Each answer or piece, with the number of the answer in the micro-batch."""
+    count = 0
+    cut: dict[int, int] = {}  # answers in pieces
+    for answer in (answer for pack in packs for answer in pack.sequences):
+        number = count if answer.piece is None else cut.setdefault(id(answer.piece.whole), count)
+        count = max(count, number + 1)
+        yield answer, number
 
 
 def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Tensors:
@@ -177,24 +262,45 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     width = row_width(max(pack.tokens for pack in packs), device)
-    input_ids = torch.zeros(len(packs), width, dtype=torch.int64)
-    position_ids = torch.zeros(len(packs), width, dtype=torch.int64)
-    segment = torch.full((len(packs), width), -1, dtype=torch.int64)
+    shape = len(packs), width
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    segment = torch.full(shape, -1, dtype=torch.int64)
+    has_branches = any(answer.branches for pack in packs for answer in pack.sequences)
+    seen_until = torch.zeros(shape, dtype=torch.int64) if has_branches else None
     targets = _Targets()
+    numbers = (number for _, number in _numbered(packs))
     for b, pack in enumerate(packs):
-        prompt = len(pack.prompt_ids)
-        input_ids[b, :prompt] = torch.tensor(pack.prompt_ids)
+        prompt, at = len(pack.prompt_ids), len(pack.prompt_ids)
+        input_ids[b, :prompt] = torch.tensor(pack.prompt_ids, dtype=torch.int64)
         position_ids[b, :prompt] = torch.arange(prompt)
         segment[b, :prompt] = 0
-        at = prompt
-        for number, answer in enumerate(pack.sequences, start=1):
-            read = len(answer.output_ids_T) - 1
-            input_ids[b, at : at + read] = torch.tensor(answer.output_ids_T[:-1], dtype=torch.int64)
-            position_ids[b, at : at + read] = torch.arange(prompt, prompt + read)
-            segment[b, at : at + read] = number
-            # The last token of the prompt predicts the first of the answer; from there each predicts the next.
-            targets.add(answer, b, [prompt - 1, *range(at, at + read)])
-            at += read
+        spans = [tree.spans(answer) for answer in pack.sequences]
+        # Branches that do not see the prompt are numbered behind those that do.
+        seeing = [sum(span.sees_prompt for span in spans_of_one) for spans_of_one in spans]
+        first, first_root = 1, 1 + sum(seeing)
+        if seen_until is not None:
+            seen_until[b, :prompt] = first_root
+        for answer, spans_of_one, count in zip(pack.sequences, spans, seeing, strict=True):
+            start, columns = at, []
+            for span in spans_of_one:
+                ids = answer.output_ids_T[span.inputs.start : span.inputs.stop]
+                place = slice(at, at + len(ids))
+                position = span.position + (prompt if span.sees_prompt else 0)
+                offset = first if span.sees_prompt else first_root - count
+                input_ids[b, place] = torch.tensor(ids, dtype=torch.int64)
+                position_ids[b, place] = torch.arange(position, position + len(ids))
+                segment[b, place] = offset + span.number
+                if seen_until is not None:
+                    seen_until[b, place] = offset + span.until
+                # The last token of the path so far predicts the first; from there each predicts the next.
+                before = prompt - 1 if span.before is None else start + span.before
+                columns += [before, *range(at, at + len(ids))][: span.tokens]
+                at += len(ids)
+            targets.add(answer, next(numbers), b, columns)
+            first, first_root = first + count, first_root + len(spans_of_one) - count
+    if any(answer.piece for pack in packs for answer in pack.sequences):
+        targets.sort()
     return Tensors(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
@@ -202,12 +308,11 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         row_M=torch.tensor(targets.row, device=device),
         column_M=torch.tensor(targets.column, device=device),
         target_M=torch.tensor(targets.target, device=device),
-        answer_M=torch.arange(len(targets.lengths))
-        .repeat_interleave(torch.tensor(targets.lengths))
-        .to(device),
+        answer_M=torch.tensor(targets.answer, dtype=torch.int64, device=device),
         sampled_logp_M=floats(targets.sampled_logp),
         advantage_M=floats(targets.advantage),
         weight_M=floats(targets.weight),
         teacher_logp_M=floats(targets.teacher_logp) if targets.teacher_logp else None,
         score_M=floats(targets.score) if targets.score else None,
+        seen_until=None if seen_until is None else seen_until.to(device),
     )

@@ -560,19 +560,23 @@ class Policy:
         self.causal.set_attn_implementation(attention.NAME if route.forward == "packed" else own)
         self.route = route
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, segment: Tensor) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, segment: Tensor, seen_until: Tensor | None = None
+    ) -> Tensor:
         """Hidden states [B, T, h] before the head, of rows as `worker.model.batch.Tensors` lays them out.
 
         Args:
             segment: int64 [B, T], 0 for the prompt, 1.. for its answers, -1 for padding. With the forward "rows" there
                 is one answer in a row, and the model computes it under its own rules: padding on the right is never
                 seen.
+            seen_until: int64 [B, T], of rows with branches.
         """
         if self.route.forward == "rows":
             output = self._parts.decoder(input_ids=input_ids, use_cache=False)
         else:
             bias = None if self.device.type == "cpu" else self.model.dtype
-            with attention.laid_out(attention.Layout.of_rows(position_ids, segment, bias, self.route.blocks)):
+            layout = attention.Layout.of_rows(position_ids, segment, bias, self.route.blocks, seen_until)
+            with attention.laid_out(layout):
                 # A 2-D mask: without one, transformers takes jumps of the positions for borders of documents; a 4-D
                 # mask would replace the model's own rules, so windows would be lost. use_cache=False: a cache would
                 # take its own view of the mask.

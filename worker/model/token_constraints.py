@@ -3,13 +3,13 @@
 Within a thought every token may come. The schema applies from the first token of the answer, so that a job with a
 schema does not teach the model to stop reasoning. A model that opens its thoughts itself may begin with its start tag
 or with what the schema allows. A thought that has used up its budget is closed by force: these tokens were not
-sampled, so the trainer leaves them out (`without_forced`).
+sampled, so the trainer leaves them out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,7 +22,6 @@ from worker.model.reasoning import AnswerPart, Reasoning
 from worker.types import FinishReason, Rollout, TrainingSequence
 
 if TYPE_CHECKING:
-    from worker.model.batch import Tensors
     from worker.model.policy import Policy
 
 
@@ -163,12 +162,27 @@ def add(words: Tensor, at: int, token: int) -> None:
 
 
 def allowed(model: SteeredModel, response_schema: str, answer: TrainingSequence) -> Tensor:
-    """Bits [T, words] of the tokens that could have stood in place of each token, as `TokenConstraints` masks them.
+    """Bits [trained tokens, words] of the tokens that could have stood in place of each trained token, as
+    `TokenConstraints` masks them. In an episode every call has its own answer.
 
     Raises:
         SchemaTooLarge: as the sampler did, or should have.
     """
-    ids, start, reasoning = answer.output_ids_T, answer.grammar_start, model.reasoning
+    ids = answer.output_ids_T
+    if not answer.calls:
+        words = _allowed(model, response_schema, ids, answer.grammar_start)
+    else:
+        words = every_token(len(ids), model.vocabulary.size)
+        for call in answer.calls:
+            own = ids[call.start : call.end]
+            if own:
+                words[call.start : call.end] = _allowed(model, response_schema, own, call.grammar_start)
+    return words[torch.tensor(answer.is_trained_T)]
+
+
+def _allowed(model: SteeredModel, response_schema: str, ids: Sequence[int], start: int) -> Tensor:
+    """Bits [T, words] of the tokens of one call, whose answer begins at `start`."""
+    reasoning = model.reasoning
     words = every_token(len(ids), model.vocabulary.size)
     if start < len(ids):
         words[start:] = model.vocabulary.allowed(response_schema, ids[start:])
@@ -180,31 +194,6 @@ def allowed(model: SteeredModel, response_schema: str, answer: TrainingSequence)
             only(words, at, token)
     add(words, 0, reasoning.start_ids[0])
     return words
-
-
-def without_forced(tensors: Tensors, answers: Sequence[TrainingSequence]) -> Tensors:
-    """Leave out the tokens that a spent budget forced: of ratios, entropy and loss."""
-    if not any(one.forced for one in answers):
-        return tensors
-    keep = torch.cat([_sampled(one) for one in answers]).to(tensors.target_M.device)
-    return replace(
-        tensors,
-        row_M=tensors.row_M[keep],
-        column_M=tensors.column_M[keep],
-        target_M=tensors.target_M[keep],
-        answer_M=tensors.answer_M[keep],
-        sampled_logp_M=tensors.sampled_logp_M[keep],
-        advantage_M=tensors.advantage_M[keep],
-        weight_M=tensors.weight_M[keep],
-        allowed_M=None if tensors.allowed_M is None else tensors.allowed_M[keep],
-        teacher_logp_M=None if tensors.teacher_logp_M is None else tensors.teacher_logp_M[keep],
-    )
-
-
-def _sampled(answer: TrainingSequence) -> Tensor:
-    keep = torch.ones(len(answer.output_ids_T), dtype=torch.bool)
-    keep[answer.grammar_start - answer.forced : answer.grammar_start] = False
-    return keep
 
 
 def rollout_of(

@@ -17,7 +17,8 @@ def logprobs(policy: Policy, batch: Tensors, temperature: float) -> Tensor:
 
 def predicting(policy: Policy, batch: Tensors) -> Tensor:
     """Compute the hidden state [M, h] that predicts each trained token."""
-    return policy.hidden(batch.input_ids, batch.position_ids, batch.segment)[batch.row_M, batch.column_M]
+    hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.segment, batch.seen_until)
+    return hidden[batch.row_M, batch.column_M]
 
 
 def logprobs_and_entropy(

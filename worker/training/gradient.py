@@ -416,6 +416,7 @@ class LocalGradient:
             rows=self.policy.route.forward == "rows",
             cost=self._cost,
             couples_answers=self.loss.couples_answers,
+            couples_calls=self.loss.couples_calls,
         )
 
     def _all_micro_batches(self, packs: Sequence[Pack], part: int) -> list[Batch]:

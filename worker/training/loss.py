@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from worker.model.batch import TrainedAnswer, answers_of
 from worker.model.policy import Policy
 from worker.training.world import World
 from worker.types import Pack, TrainingSequence
@@ -108,32 +109,56 @@ KEPT = (
 )
 
 
+@dataclass
+class _TokenValues:
+    """A value of the trained tokens of an answer, as far as it is known."""
+
+    value_T: Tensor
+    is_known_T: Tensor
+
+    @classmethod
+    def unknown(cls, tokens: int, like: Tensor) -> "_TokenValues":
+        return cls(like.new_zeros(tokens), torch.zeros(tokens, dtype=torch.bool, device=like.device))
+
+    def add(self, answer: TrainedAnswer, value: Tensor) -> None:
+        self.value_T[answer.index] = value
+        self.is_known_T[answer.index] = True
+
+    def of(self, answer: TrainedAnswer) -> Tensor | None:
+        return self.value_T[answer.index] if self.is_known_T[answer.index].all() else None
+
+
 class KeptValues:
     """Values of batches by their answers, for batches of the same answers that are divided in another way."""
 
-    def __init__(self, by_answer: Mapping[str, Mapping[int, Tensor]]) -> None:
+    def __init__(self, by_answer: Mapping[str, Mapping[int, _TokenValues]]) -> None:
         self._by_answer = by_answer
 
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> Self:
-        found: dict[str, dict[int, Tensor]] = {name: {} for name in KEPT}
+        found: dict[str, dict[int, _TokenValues]] = {name: {} for name in KEPT}
         for batch in batches:
-            sizes = [answer.trained_tokens for answer in batch.answers]
+            answers = answers_of(batch.packs)
+            sizes = [answer.tokens for answer in answers]
             for name in KEPT:
                 value_M = getattr(batch, name)
-                if value_M is not None:
-                    parts = torch.split(value_M, sizes)
-                    found[name] |= {
-                        id(answer): part for answer, part in zip(batch.answers, parts, strict=True)
-                    }
+                if value_M is None:
+                    continue
+                for answer, part in zip(answers, torch.split(value_M, sizes), strict=True):
+                    whole = answer.whole
+                    unknown = _TokenValues.unknown(whole.trained_tokens, part)
+                    found[name].setdefault(id(whole), unknown).add(answer, part)
         return cls(found)
 
     def restore(self, batches: Iterable[Batch]) -> None:
-        """Set the values of batches, all of whose answers have them."""
+        """Set the values of batches, all of whose tokens have them."""
         for batch in batches:
+            answers = answers_of(batch.packs)
             for name, by_answer in self._by_answer.items():
-                if all(id(answer) in by_answer for answer in batch.answers):
-                    setattr(batch, name, torch.cat([by_answer[id(answer)] for answer in batch.answers]))
+                known = [by_answer[id(one.whole)].of(one) for one in answers if id(one.whole) in by_answer]
+                values = [value for value in known if value is not None]
+                if len(values) == len(answers):
+                    setattr(batch, name, torch.cat(values))
 
 
 class Loss(ABC):
@@ -144,6 +169,7 @@ class Loss(ABC):
     """
 
     couples_answers: ClassVar[bool] = True  # whether the answers of a pack have to be in one micro-batch
+    couples_calls = True  # whether all branches of an answer have to be in one micro-batch
 
     def __init__(self, policy: Policy, *, has_reference: bool) -> None:
         self.policy = policy

@@ -110,5 +110,5 @@ def _fill(packs: Sequence[Pack], ranks: int, capacity: int, rows: bool) -> list[
 
 
 def _cost(answer: Answer) -> int:
-    """The tokens that are computed for an answer: its last token predicts nothing."""
-    return len(answer.output_ids_T) - 1
+    """The tokens that are computed for an answer."""
+    return answer.read_tokens

@@ -4,6 +4,7 @@ First a graded group becomes a pack, whose answers have advantages and weights (
 micro-batch of packs is computed (`PolicyLoss`). Formulas are in worker/training/grpo.py, token_rewards.py and ppo.py.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +16,17 @@ from torch.nn import Parameter
 
 from core.jobs.hyperparameters import Resolved
 from worker.model import token_constraints
-from worker.model.batch import Tensors, tensors_of
+from worker.model.batch import Tensors, answers_of, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_and_entropy, predicting
+from worker.model.tree import sequence_of
 from worker.model.value_head import ValueHead
 from worker.training import grpo, ppo, token_rewards
-from worker.training.loss import Batch, GradientSums, Loss, StepValues
+from worker.training.loss import Batch, GradientSums, KeptValues, Loss, StepValues
 from worker.training.sampler_gate import SamplerGap
 from worker.training.steps import ends_in_text, token_ends
 from worker.training.token_rewards import Moments, StepMoments
-from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
+from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,16 +65,7 @@ def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupCo
         if _counts(rollout, reward, settings)
     ]
     answers = tuple(
-        TrainingSequence(
-            rollout.output_ids_T,
-            rollout.logprobs_T,
-            advantages_T,
-            grpo.token_weight(rollout.sampled_tokens, settings.loss),
-            rollout.grammar_start,
-            rollout.forced,
-            teacher_T=rollout.teacher_T,
-            key=id(rollout),
-        )
+        sequence_of(rollout, advantages_T, grpo.token_weight(rollout.sampled_tokens, settings.loss))
         for rollout, advantages_T in counted
         if keep_all or any(advantages_T)
     )
@@ -128,7 +121,7 @@ def divisors(shares: Sequence[GroupContribution], settings: Resolved) -> tuple[f
     The second is 1 where the advantages have been divided already, or need not be. A penalty is not divided by it.
     """
     lengths = [length for share in shares for length in share.lengths]
-    whole = grpo.normaliser(lengths, settings.loss, settings.max_completion_tokens)
+    whole = grpo.normaliser(lengths, settings.loss, settings.longest_answer)
     if settings.advantage_scale != "batch" or settings.has_token_rewards:
         return whole, 1.0
     assert settings.std is not None
@@ -220,7 +213,7 @@ def _counts(rollout: Rollout, reward: float | None, settings: Resolved) -> bool:
     """
     if reward is None or rollout.sampled_tokens == 0:
         return False
-    return not (settings.overlong == "mask" and rollout.finish_reason == "length")
+    return not (settings.overlong == "mask" and rollout.is_truncated)
 
 
 def _advantages(
@@ -261,7 +254,7 @@ def _shaped(rollout: Rollout, reward: float | None, settings: Resolved) -> float
     """Return the training reward. Reports show the grader's own reward."""
     if reward is None or settings.overlong_buffer is None:
         return reward
-    length, longest = len(rollout.output_ids_T), settings.max_completion_tokens
+    length, longest = len(rollout.output_ids_T), settings.longest_answer
     return reward + grpo.overlong_penalty(length, longest, settings.overlong_buffer)
 
 
@@ -284,6 +277,8 @@ class PolicyLoss(Loss):
     def __init__(self, policy: Policy, settings: Resolved, *, response_schema: str = "") -> None:
         super().__init__(policy, has_reference=settings.has_reference)
         self._settings = settings
+        # These take a ratio, or a sum of rewards, over the tokens of a whole episode.
+        self.couples_calls = settings.loss in ("gspo", "rloo") or settings.has_token_rewards
         self.response_schema = response_schema
         self.value_head: ValueHead | None = None
         if settings.value_weight is not None:
@@ -412,20 +407,17 @@ class PolicyLoss(Loss):
         Args:
             std: of the step, as in `divisors`. With `overlap` it is not known in the first pass.
         """
-        found: dict[AnswerKey, TokenValues] = {}
+        found: dict[AnswerKey, Tensor] = {}  # [2, T]
         for batch in batches:
             if batch.is_filler or batch.old_logp is None or batch.used_advantage is None:
                 continue  # a mini-batch after a gradient that was not finite
-            answers = [answer for pack in batch.packs for answer in pack.sequences]
-            sampled = [len(answer.output_ids_T) - answer.forced for answer in answers]
-            values = zip(
-                torch.split(batch.old_logp.cpu(), sampled),
-                torch.split(batch.used_advantage.cpu() / std, sampled),
-                strict=True,
-            )
-            for answer, (logprobs_T, advantages_T) in zip(answers, values, strict=True):
-                found[answer.key] = TokenValues(logprobs_T.numpy(), advantages_T.numpy())
-        return found
+            values = torch.stack([batch.old_logp.cpu(), batch.used_advantage.cpu() / std])
+            answers = answers_of(batch.packs)
+            parts = torch.split(values, [answer.tokens for answer in answers], dim=1)
+            for answer, part in zip(answers, parts, strict=True):
+                unknown = torch.full((2, answer.whole.trained_tokens), math.nan)
+                found.setdefault(answer.whole.key, unknown)[:, answer.index] = part
+        return {key: TokenValues(*values.numpy()) for key, values in found.items()}
 
     def watched_kl(self, batches: Sequence[Batch]) -> float | None:
         """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
@@ -438,9 +430,10 @@ class PolicyLoss(Loss):
         if not batches or (self.reference is None and not self.policy.has_base):
             return None
         batch = Batch(batches[0].packs[:1], is_filler=batches[0].is_filler)
-        ref_logp, old_logp = self._reference_logprobs(self._tensors(batch)), batches[0].old_logp
-        assert old_logp is not None
-        return grpo.kl_k3(old_logp[: len(ref_logp)], ref_logp).mean().item()
+        ref_logp = self._reference_logprobs(self._tensors(batch))
+        KeptValues.of(batches[:1]).restore([batch])
+        assert batch.old_logp is not None
+        return grpo.kl_k3(batch.old_logp, ref_logp).mean().item()
 
     def sampler_gap(self, batches: Sequence[Batch]) -> SamplerGap | None:
         """Compare a micro-batch of the step with the sampler, under the current adapter. None: there is none."""
@@ -462,13 +455,13 @@ class PolicyLoss(Loss):
 
     def tensors(self, packs: Sequence[Pack]) -> Tensors:
         tensors = tensors_of(packs, self.policy.device)
-        answers = [answer for pack in packs for answer in pack.sequences]
-        if self.response_schema:
-            allowed = [
-                token_constraints.allowed(self.policy, self.response_schema, answer) for answer in answers
-            ]
-            tensors = replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
-        return token_constraints.without_forced(tensors, answers)
+        if not self.response_schema:
+            return tensors
+        allowed = [
+            token_constraints.allowed(self.policy, self.response_schema, answer.whole)[answer.index]
+            for answer in answers_of(packs)
+        ]
+        return replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
 
     def logprobs(self, tensors: Tensors) -> Tensor:
         """Compute the log-probability [M] of each trained token."""

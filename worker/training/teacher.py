@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from graders.types import TokenUsage
-from worker.model.batch import micro_batches, tensors_of
+from worker.model.batch import answers_of, micro_batches, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs
+from worker.model.tree import sequence_of
 from worker.training.row_cost import row_cost
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
@@ -78,13 +79,13 @@ class PolicyTeacher:
             ):
                 flat_M = logprobs(policy, tensors_of(part, policy.device), temperature).tolist()
                 at = 0
-                for sequence in (sequence for pack in part for sequence in pack.sequences):
-                    end = at + len(sequence.output_ids_T)
-                    found[id(sequence)] = tuple(flat_M[at:end])
-                    at = end
+                for answer in answers_of(part):
+                    found[id(answer.whole)] = tuple(flat_M[at : at + answer.tokens])
+                    at += answer.tokens
                 self.beat()
         return [[found[id(sequence)] for sequence in sequences_G] for sequences_G in sequences_PG]
 
 
 def _sequence(rollout: Rollout) -> TrainingSequence:
-    return TrainingSequence(rollout.output_ids_T, rollout.logprobs_T, rollout.logprobs_T, 0.0)
+    """Forced tokens too: a teacher's log-probabilities are of all tokens."""
+    return sequence_of(replace(rollout, teacher_T=()), rollout.logprobs_T, 0.0, learns_forced=True)
