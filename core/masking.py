@@ -99,6 +99,13 @@ def hide_secrets(value: Any) -> Any:
     return value
 
 
+def hide_in_method(method: Mapping[str, Any]) -> dict[str, Any]:
+    """The object of a job's method with the secrets of its grader and its tools masked."""
+    return {
+        name: hide_secrets(value) if name in ("grader", "tools") else value for name, value in method.items()
+    }
+
+
 def hide_in_error(value: Any) -> Any:
     """Return an error, a sentence or JSON, with secrets masked also inside its sentences."""
     if isinstance(value, Mapping):

@@ -184,6 +184,31 @@ class StepMetrics(_Part):
         "Share of the answers that ended within their thought.", csv=True
     )
 
+    episode_turns_mean: float | None = metric(
+        "With executed tools: mean number of calls of the policy in an episode.", csv=True
+    )
+    episode_context_tokens_mean: float | None = metric(
+        "With executed tools: mean length of what an episode read after its prompt.", "tokens"
+    )
+    tool_calls_mean: float | None = metric("Mean number of calls of tools in an episode.", csv=True)
+    tool_errors_share: float | None = metric(
+        "Share of the calls of tools of which the model read an error.", csv=True
+    )
+    tool_seconds_p50: float | None = metric("Median time of the calls that were sent to tools.", "s")
+    tool_seconds_p95: float | None = metric("95 % of these calls took at most this time.", "s")
+    stop_final_share: float | None = metric("Share of the episodes that ended with an answer.")
+    stop_max_steps_share: float | None = metric("Share of the episodes that ended at max_episode_steps.")
+    stop_tokens_share: float | None = metric(
+        "Share of the episodes that ended with an answer at its token limit."
+    )
+    stop_context_share: float | None = metric(
+        "Share of the episodes that ended because the context had no room for another answer."
+    )
+    stop_time_share: float | None = metric("Share of the episodes that ended at their time limit.")
+    stop_discarded_share: float | None = metric(
+        "Share of the episodes that were discarded because a tool failed."
+    )
+
     groups_mixed_share: float | None = metric(
         "Share of the groups with signal: their rewards differ.", csv=True
     )

@@ -15,7 +15,7 @@ from graders.builtin.select import Select
 from graders.builtin.string_check import StringCheck
 from graders.builtin.text_similarity import TextSimilarity, has_no_word
 from graders.calls import RateLimit
-from graders.endpoint import Endpoint, Endpoints
+from graders.endpoint import Endpoint, Endpoints, url_problem
 from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.formula import Formula
 from graders.judge.judges import Judges
@@ -136,15 +136,9 @@ def _model_grader(spec: ScoreModelSpec | LabelModelSpec, judges: Judges | None, 
 
 
 def _endpoint(spec: EndpointSpec, endpoints: Endpoints | None, param: str) -> Endpoint:
-    if endpoints is None:
-        message = (
-            "Endpoint graders are not enabled on this server: the operator must list the hosts "
-            "that they may call ([endpoints] in REGRAFT_GRADERS_FILE)."
-        )
-        raise NotConfigured(message, f"{param}.type", "invalid_value")
-    if not endpoints.allow(spec.url):
-        message = f"This server may call endpoints on {', '.join(endpoints.hosts)} only."
-        raise NotConfigured(message, f"{param}.url", "invalid_value")
+    if problem := url_problem(spec.url, endpoints, "Endpoint graders"):
+        raise NotConfigured(problem, f"{param}.{'type' if endpoints is None else 'url'}", "invalid_value")
+    assert endpoints is not None, "or there was a problem"
     pace = RateLimit(spec.rate_limit, endpoints.patience.sleep, endpoints.clock)
     return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
 

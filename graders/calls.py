@@ -31,6 +31,7 @@ class Reply:
     status: int
     text: str
     retry_after: str | None = None
+    is_utf8: bool = True  # False: bytes that are not have been replaced in `text`
 
     @property
     def ok(self) -> bool:
@@ -214,8 +215,11 @@ async def _post_once(
             read += chunk
             if len(read) > max_bytes:
                 raise AnswerTooLong(f"the answer is longer than {max_bytes} bytes")
-        text = read.decode("utf-8", errors="replace")
-        return Reply(response.status_code, text, response.headers.get("retry-after"))
+        try:
+            text, is_utf8 = read.decode(), True
+        except UnicodeDecodeError:
+            text, is_utf8 = read.decode(errors="replace"), False
+        return Reply(response.status_code, text, response.headers.get("retry-after"), is_utf8)
 
 
 def unknown_model(status: int, text: str) -> str | None:

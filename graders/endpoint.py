@@ -51,6 +51,18 @@ def checked_headers(headers: dict[str, str]) -> dict[str, str]:
     return headers
 
 
+def url_problem(url: str, endpoints: Endpoints | None, callers: str) -> str:
+    """The reason why this installation does not call the URL; "" if it does. `callers` begins the sentence."""
+    if endpoints is None:
+        return (
+            f"{callers} are not enabled on this server: the operator must list the hosts that they may call "
+            "([endpoints] in REGRAFT_GRADERS_FILE)."
+        )
+    if not endpoints.allow(url):
+        return f"This server may call endpoints on {', '.join(endpoints.hosts)} only."
+    return ""
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -117,7 +129,11 @@ class Endpoint:
     type: ClassVar[str] = "endpoint"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
-        payload = {"sample": sample.as_namespace(), "item": item, "trace_id": self.endpoints.new_trace_id()}
+        payload = {
+            "sample": sample.as_namespace(),
+            "item": item,
+            "trace_id": sample.trace_id or self.endpoints.new_trace_id(),
+        }
         body = json.dumps(payload, default=dict, separators=(",", ":")).encode()
         if len(body) > MAX_PAYLOAD:
             return _unusable(f"the request is {len(body)} bytes, more than {MAX_PAYLOAD}")

@@ -29,6 +29,10 @@ class Sample:
     model_scores: Mapping[str, float | tuple[StepScore, ...] | str] = field(default_factory=dict)
     # The reason why the calls in the text could not be read; it stays in `output_text`.
     output_tools_error: str = ""
+    # Of an episode with executed tools: the messages after the prompt, why it ended, and its id. Else empty.
+    messages: tuple[Mapping[str, Any], ...] = ()
+    stop: str = ""
+    trace_id: str = ""
 
     @classmethod
     def from_text(
@@ -41,7 +45,12 @@ class Sample:
     def as_namespace(self) -> dict[str, Any]:
         """Return all fields of `{{sample...}}`."""
         tools = list(self.output_tools)
-        message = {"role": "assistant", "content": self.output_text, "tool_calls": tools or None}
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        message: Mapping[str, Any] = {
+            "role": "assistant",
+            "content": self.output_text,
+            "tool_calls": answers[-1].get("tool_calls") if answers else tools or None,
+        }
         return {
             "choices": [{"index": 0, "message": message, "finish_reason": self.finish_reason}],
             "output_text": self.output_text,
@@ -51,6 +60,10 @@ class Sample:
             "output_reasoning": self.output_reasoning,
             "output_reasoning_summary": None,
             "output_audio": None,
+            "messages": list(self.messages) or None,
+            "turns": len(answers) or None,
+            "stop": self.stop or None,
+            "trace_id": self.trace_id or None,
         }
 
 

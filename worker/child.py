@@ -58,6 +58,7 @@ from worker.refusals import (
     starting_later,
     waiting_for_names,
 )
+from worker.rollout.tools import ToolsFail
 from worker.sharing.base import BaseLost, DeviceShare, RunsAlone
 from worker.sharing.turns import TurnsLost
 
@@ -386,9 +387,20 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
         return postpone(attempt, cause)
     except LoweredForNextAttempt as cause:
         return retry_with_less_memory(attempt, str(cause))
+    except ToolsFail as cause:
+        return paused(attempt, cause)
     except UserMistake as mistake:
         return failed(attempt, mistake)
     return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
+
+
+def paused(attempt: Attempt, cause: ToolsFail) -> int:
+    """Pause the job, whose user has to repair a tool, and return the exit status."""
+    try:
+        attempt.write(lambda session, job: lifecycle.pause_by_service(session, job, str(cause), cause.data))
+    except LeaseLost:
+        return process.LOST
+    return process.DRAINED
 
 
 def failed(attempt: Attempt, mistake: UserMistake) -> int:

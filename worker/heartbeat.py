@@ -3,6 +3,7 @@
 A live process may still hang. Every answer, grade and update touches a file, and a run that stops touching it is hung.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +17,7 @@ from worker.types import Group, Prompt, UpdateMetrics
 # These modules import torch, and worker/supervisor/validation.py imports this module without torch.
 if TYPE_CHECKING:
     from worker.interfaces import Trainer
+    from worker.rollout.tools import ToolRequest, ToolResult, Tools
     from worker.sampling import Answer, Sampler, Sampling
 
 Beat = Callable[[], None]
@@ -69,6 +71,23 @@ class HeartbeatGrader:
             return (await self._grader.grade(sample, item)).without_judges()
         finally:
             self._beat()
+
+
+class HeartbeatTools:
+    """Beats while a tool works, which may take minutes."""
+
+    def __init__(self, tools: "Tools", beat: Beat, every_s: float = 30.0) -> None:
+        self._tools, self._beat, self._every_s = tools, beat, every_s
+
+    async def call(self, call: "ToolRequest") -> "ToolResult":
+        calling = asyncio.create_task(self._tools.call(call))
+        try:
+            while not calling.done():
+                await asyncio.wait([calling], timeout=self._every_s)
+                self._beat()
+            return calling.result()
+        finally:
+            calling.cancel()
 
 
 class HeartbeatTrainer:

@@ -17,6 +17,8 @@ from graders.types import Grade
 if TYPE_CHECKING:  # the processes beside a run have no torch
     from torch import Tensor
 
+    from worker.episode import Episode
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -43,13 +45,14 @@ class ParsedAnswer:
     calls: tuple[Call, ...] = ()
     error: str = ""  # the reason why the calls in the text cannot be read
     has_short_ids: bool = False  # 9 letters and digits, which chat templates of Mistral require
+    ids_seed: str = ""  # of the ids of calls in an episode; "": their seed is the answer
 
     def tool_calls(self, seed: str) -> tuple[dict[str, Any], ...]:
-        """The calls in OpenAI's format, with ids that depend on `seed` and the place of the call alone."""
+        """The calls in OpenAI's format, with ids that depend on `ids_seed`, or else `seed`, and the call's place."""
         prefix, size = ("", 9) if self.has_short_ids else ("call_", 24)
         return tuple(
             {
-                "id": prefix + sha256(f"{seed}/{number}".encode()).hexdigest()[:size],
+                "id": prefix + sha256(f"{self.ids_seed or seed}/{number}".encode()).hexdigest()[:size],
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -84,6 +87,7 @@ class Rollout:
     # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
     policy_steps_T: tuple[int, ...] = ()
     parsed: ParsedAnswer | None = None  # `text` as content and calls, if the row has tools
+    episode: "Episode | None" = None  # if tools were executed
     nodes: "tuple[Node, ...]" = ()  # the calls of an episode in the order of sampling; empty: one call
 
     @classmethod
@@ -122,7 +126,9 @@ class Rollout:
 
     @property
     def tool_calls(self) -> tuple[dict[str, Any], ...]:
-        """The calls in OpenAI's format."""
+        """The calls in OpenAI's format, of an episode with their outputs."""
+        if self.episode is not None:
+            return tuple(use.as_row() for use in self.episode.uses)
         return () if self.parsed is None else self.parsed.tool_calls(self.text)
 
     @property

@@ -20,16 +20,20 @@ from pydantic_core import PydanticKnownError
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored, ResolvedReference, ResolvesGraders
 from api.resources.integrations import Integrations
+from api.resources.job_tools import EpisodeSteps, JobTools
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs import budgets, methods, offline_hyperparameters
 from core.jobs.budgets import Price
 from core.jobs.distillation import Distillation
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.job_files import SAME_FILE
-from core.jobs.params import GRADER_PARAM
+from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, STEPS_PARAM
+from core.jobs.tools import DEFAULT_STEPS
 from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
+from core.tool_parsers import NO_FORMAT
 from graders.build import reward_model_parts
 from graders.formula import Formula, FormulaError
 from graders.spec import GIVE_STEPS, GraderSpec, MultiSpec, SelectSpec, dump, parse_grader
@@ -48,20 +52,13 @@ def _printable(text: str) -> str:
     return text
 
 
+def _invalid(param: str, why: str) -> InvalidParameter:
+    return InvalidParameter(f"Invalid value for '{param}': {why}.", param=param, code="invalid_value")
+
+
 Suffix = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
 MetadataKey = Annotated[str, Field(max_length=64, pattern=NoNul)]
 MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
-
-
-def _nothing(value: Any, info: ValidationInfo) -> None:
-    """Accept null and empty values; reject anything else by name."""
-    if value not in (None, [], {}):
-        where = f"method.reinforcement.{info.field_name}"
-        message = f"'{where}' is not supported by this version: calls of tools are graded, and not executed."
-        raise InvalidParameter(message, param=where, code="unsupported_parameter")
-
-
-Nothing = Annotated[None, BeforeValidator(_nothing)]
 
 
 def _empty_for_null(value: Any) -> Any:
@@ -78,8 +75,8 @@ class Reinforcement(StrictModel):
     grader: Annotated[GraderSpec, Checked, OrStored()]
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
-    tools: Nothing = None  # Azure's field, as is the next one
-    max_episode_steps: Nothing = None
+    tools: JobTools = None  # Azure's field, as is the next one
+    max_episode_steps: EpisodeSteps | None = None
     _stored: ResolvedReference | None = PrivateAttr(default=None)
 
     @model_validator(mode="wrap")
@@ -109,6 +106,31 @@ class Reinforcement(StrictModel):
             raise ValueError(
                 f"supervision 'process' needs a grader that scores steps ({' or '.join(GIVE_STEPS)}), "
                 f"and '{self.grader.type}' gives one score per answer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_are_supported(self) -> "Reinforcement":
+        """Refuse what an episode with executed tools cannot have in this version."""
+        if self.tools is None and self.max_episode_steps is not None:
+            raise _invalid(STEPS_PARAM, "it needs 'tools'")
+        if self.tools is None:
+            return self
+        advanced = self.hyperparameters.advanced
+        if self.response_format is not None:
+            raise _invalid(FORMAT_PARAM, f"the job has tools: {NO_FORMAT}")
+        if advanced.schedule.type == "off_policy":
+            raise _invalid(
+                param_of("reinforcement", "off_policy_steps"), "a job with tools needs the schedule on_policy"
+            )
+        if advanced.supervision == "process":
+            raise _invalid(
+                param_of("reinforcement", "supervision"),
+                "a job with tools is rewarded for whole episodes: 'process' is not supported",
+            )
+        if any(reward_model_parts(self.grader)):
+            raise _invalid(
+                GRADER_PARAM, "a reward model scores one answer, and a job with tools has episodes"
             )
         return self
 
@@ -318,11 +340,14 @@ class JobCreate(Body):
         if self.method.distillation is not None:
             return self.method.distillation.model_dump(mode="json")
         asked = self.reinforcement("A grader")
-        body = {
+        body: dict[str, Any] = {
             "grader": dump(asked.grader),
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
             "response_format": asked.response_format.to_row() if asked.response_format else None,
         }
+        if asked.tools is not None:
+            body["tools"] = [tool.to_row() for tool in asked.tools]
+            body["max_episode_steps"] = asked.max_episode_steps or DEFAULT_STEPS
         stored = asked.stored_grader()
         return body if stored is None else body | {STORED_GRADER: stored}
 

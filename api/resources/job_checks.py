@@ -9,6 +9,7 @@ from api.http.schema_checks import refuse_unusable_schema
 from api.resources.graders import refuse
 from api.resources.integrations import to_rows
 from api.resources.job_body import MAX_MULTIPLIER, JobCreate, Method, Reinforcement
+from api.resources.job_tools import refuse_unusable_tools
 from core.database.tables import Preview, Project
 from core.errors import InvalidRequest, NotFound
 from core.jobs import distillation, estimates, full, methods, resources
@@ -85,6 +86,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.distillation is not None:
         refuse_unusable_teacher(body.method.distillation, base_model, parent, service, project)
     if body.method.reinforcement is not None:
+        refuse_unusable_tools(body.method.reinforcement.tools or (), service.backends.endpoints)
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     refuse_full_context(body.method, service.registry.get(base_model).context)
     refuse_unusable_full(body.method, base_model, service)

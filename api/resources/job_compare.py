@@ -12,7 +12,7 @@ from api.resources.eval_compare import Difference
 from core.errors import InvalidRequest
 from core.jobs import lifecycle
 from core.jobs.budgets import Price
-from core.masking import hide_secrets
+from core.masking import hide_in_method
 from core.results import job_comparison
 from core.results.job_comparison import PairedRewards, Validated
 
@@ -93,9 +93,7 @@ async def compare_jobs(
             validations = [job_comparison.validated(session, job) for job in jobs]
             configs = [job_comparison.config(session, job) for job in jobs]
         graders = [config.get("grader") for config in configs]
-        for config in configs:
-            if isinstance(config.get("grader"), dict):
-                config["grader"] = hide_secrets(config["grader"])
+        configs = [hide_in_method(config) for config in configs]
         pairs = job_comparison.against_first(service.blobs, [validation.page for validation in validations])
         price = Price.of(service.settings)
         return JobComparison(

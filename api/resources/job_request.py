@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from api.http.deps import CurrentProject, ReadSession
 from api.resources.job_body import STORED_GRADER
 from core.jobs import integrations, lifecycle
-from core.masking import hide_secrets
+from core.masking import hide_in_method
 from core.results.lineage import Parent
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
@@ -25,8 +25,6 @@ def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> 
         for name, value in integrations.of_method(job).items()
         if value is not None and name != STORED_GRADER
     }
-    if "grader" in method:
-        method["grader"] = hide_secrets(method["grader"])
     parent = Parent.of(job)
     request = {
         "model": job.model if parent is None else parent.model,
@@ -36,7 +34,7 @@ def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> 
         "seed": job.seed,
         "metadata": job.metadata_,
         "integrations": integrations.requested_integrations(job) or None,
-        "method": {"type": job.method, job.method: method},
+        "method": {"type": job.method, job.method: hide_in_method(method)},
         "budget": {"gpu_seconds": job.budget["gpu_seconds"]} if job.budget else None,
     }
     return {name: value for name, value in request.items() if value is not None}

@@ -21,7 +21,7 @@ from core.jobs import (
 from core.jobs.budgets import Price
 from core.jobs.hyperparameter_places import with_values
 from core.jobs.verdict import Outcome
-from core.masking import hide_secrets
+from core.masking import hide_in_method
 from core.results import evals
 from core.results.job_results import JobResult
 from core.results.lineage import Parent
@@ -192,9 +192,7 @@ class JobOut(BaseModel):
         """
         asked = integrations.of_method(job)
         parent = Parent.of(job)
-        shown = asked | {"hyperparameters": render_hyperparameters(job)}
-        if "grader" in asked:
-            shown["grader"] = hide_secrets(asked["grader"])
+        shown = hide_in_method(asked) | {"hyperparameters": render_hyperparameters(job)}
         return cls(
             id=job.id,
             created_at=job.created_at,

@@ -16,7 +16,7 @@ from api.http.validation_errors import explain
 from api.resources.job_body import GRADER_PATH, JobCreate
 from api.resources.job_checks import accept, refuse_unusable
 from core.database.tables import Project
-from core.masking import hide_secrets
+from core.masking import hide_in_method
 from core.storage import files
 
 router = APIRouter(prefix="/regraft/jobs/validate", tags=["regraft"])
@@ -69,9 +69,7 @@ def _validated(
             find(job.training_file, param="training_file")
         if job.validation_file is not None and "validation_file" not in local_files:
             find(job.validation_file, param="validation_file")
-    shown = job.method_body()
-    if "grader" in shown:
-        shown["grader"] = hide_secrets(shown["grader"])
+    shown = hide_in_method(job.method_body())
     return JobValidation(
         model=accepted.base_model,
         method={"type": job.method.type, job.method.type: shown},

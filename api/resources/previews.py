@@ -40,7 +40,7 @@ from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
 from core.jobs.job_files import in_words
-from core.jobs.params import FORMAT_PARAM
+from core.jobs.params import FORMAT_PARAM, TOOLS_PARAM
 from core.model_templates import files_of
 from core.outages import Resource
 from core.results import evals, preview_report, previews
@@ -348,7 +348,13 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
 def _refuse_tools(
     body: PreviewCreate, inputs: EstimateInputs, rows: Sequence[Example], service: Service
 ) -> None:
-    """Raise InvalidRequest for a row with tools that the model cannot have, as the validation of the job does."""
+    """Raise InvalidRequest for a row with tools that the model cannot have, as the validation of the job does.
+
+    A preview samples one answer to a row, so it does not have the episodes of a job with tools either.
+    """
+    if body.reinforcement(PREVIEW).tools is not None:
+        message = "Previews do not execute tools in this version. Leave 'tools' and 'max_episode_steps' out."
+        raise InvalidRequest(message, param=TOOLS_PARAM)
     line = next((row.line for row in rows if row.tools), None)
     if line is None:
         return

@@ -155,6 +155,19 @@ class RolloutOut(BaseModel):
         str | None,
         Field(description="The reason why the calls in the answer could not be read; they are in its text."),
     ]
+    conversation: Annotated[
+        list[dict[str, Any]] | None,
+        Field(
+            description="The messages after the prompt of an episode with executed tools; null: it has one answer."
+        ),
+    ]
+    stop: Annotated[
+        str | None,
+        Field(
+            description="The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."
+        ),
+    ]
+    trace_id: Annotated[str | None, Field(description="The id of the episode for its tools and the grader.")]
     output_reasoning: Annotated[str | None, Field(description="The thought of a reasoning model.")]
     finish_reason: str
     prompt_tokens: Annotated[

@@ -251,8 +251,8 @@ def put_off_for(session: Session, job_id: str, reason: str) -> float:
     return 0.0 if since is None else db_time(session) - since
 
 
-def pause_at_cap(session: Session, job: Job, message: str, data: dict[str, Any]) -> None:
-    """Pause a running job at its next checkpoint because it reached its cap. Call it inside `fenced`.
+def pause_by_service(session: Session, job: Job, message: str, data: dict[str, Any]) -> None:
+    """Pause a running job, at its next checkpoint or when its attempt ends. Call it inside `fenced`.
 
     Without effect on a job that is already pausing.
     """

@@ -2,4 +2,6 @@
 
 GRADER_PARAM = "method.reinforcement.grader"
 FORMAT_PARAM = "method.reinforcement.response_format"
+TOOLS_PARAM = "method.reinforcement.tools"
+STEPS_PARAM = "method.reinforcement.max_episode_steps"
 TEACHER_PARAM = "method.distillation.teacher.model"

@@ -20,7 +20,7 @@ from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
 from core.jobs.verdict import Verdict
-from core.masking import hide_secrets
+from core.masking import hide_in_method
 from core.registry import Registry
 from core.results import tuned_models
 from core.results.lineage import Parent
@@ -214,9 +214,8 @@ def _recipe(
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""
     method = {"hyperparameters": job.body["hyperparameters"]}
-    method |= {name: job.body[name] for name in ("mode", "teacher") if name in job.body}
-    if "grader" in job.body:
-        method["grader"] = hide_secrets(job.body["grader"])
+    kept = ("mode", "teacher", "grader", "tools", "max_episode_steps")
+    method |= hide_in_method({name: job.body[name] for name in kept if name in job.body})
     if job.body.get("response_format"):
         method["response_format"] = job.body["response_format"]
     parent = Parent.of(job)

@@ -54,6 +54,10 @@ SCHEMA = pa.schema(
             pa.string(),
         ),  # JSON: the calls in it, in OpenAI's format; null: the row has no tools
         ("output_tools_error", pa.string()),  # why calls could not be read, so that they are in the text
+        # Of an episode with executed tools; null: the answer is of one call.
+        ("conversation", pa.string()),  # JSON: the messages after the prompt
+        ("stop", pa.string()),  # why it ended
+        ("trace_id", pa.string()),  # as tools and the grader got it
         ("output_reasoning", pa.string()),  # what a reasoning model wrote before it
         ("prompt_tokens", pa.int32()),
         ("completion_tokens", pa.int32()),
@@ -96,7 +100,7 @@ TOKENS = pa.field(
     ),
 )
 _MAPS = ("sub_scores", "sub_reasons", "sub_errors", "sub_outputs")
-_JSON = ("messages", "item", "output_tools")
+_JSON = ("messages", "item", "output_tools", "conversation")
 _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
 
 

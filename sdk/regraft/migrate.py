@@ -122,6 +122,8 @@ def _job(params: Mapping[str, Any], inside: Mapping[str, Any], model: str | None
         "integrations": [*_wandb(params)] or None,
         "hyperparameters": hyperparameters or None,
         "response_format": inside.get("response_format"),
+        "tools": inside.get("tools") or None,
+        "max_episode_steps": inside.get("max_episode_steps") if inside.get("tools") else None,
         "grader": inside["grader"],
     }
     return {name: value for name, value in job.items() if value is not None}
@@ -172,9 +174,8 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
     yield from _rate(hyperparameters)
     if [*_wandb(params)]:
         yield "integrations: W&B runs use the account of the server's operator, who must enable W&B."
-    for name in ("tools", "max_episode_steps"):
-        if inside.get(name):
-            yield f"method.reinforcement.{name} is left out: calls of tools are graded here, and not executed yet."
+    if inside.get("tools"):
+        yield "tools: the server's operator must allow the hosts of your tools, and their headers must be sent again."
     suffix = params.get("suffix") or params.get("user_provided_suffix")
     if suffix and _suffix(suffix) != suffix:
         yield f"suffix: {suffix!r} appears as {_suffix(suffix)!r} in the name of the model."

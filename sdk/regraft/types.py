@@ -771,6 +771,12 @@ class Rollout(BaseModel):
     """The calls of functions in the answer; None: the row has no tools."""
     output_tools_error: str | None = None
     """The reason why the calls in the answer could not be read; they are in its text."""
+    conversation: list[dict[str, Any]] | None = None
+    """The messages after the prompt of an episode with executed tools; None: it has one answer."""
+    stop: str | None = None
+    """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
+    trace_id: str | None = None
+    """The id of the episode for its tools and the grader."""
     output_reasoning: str | None = None
     """The thought of a reasoning model."""
     finish_reason: str
@@ -959,6 +965,30 @@ class StepMetrics(BaseModel):
     """Mean length of the final answers, of a reasoning model."""
     cut_thoughts_share: float | None = None
     """Share of the answers that ended within their thought."""
+    episode_turns_mean: float | None = None
+    """With executed tools: mean number of calls of the policy in an episode."""
+    episode_context_tokens_mean: float | None = None
+    """With executed tools: mean length of what an episode read after its prompt."""
+    tool_calls_mean: float | None = None
+    """Mean number of calls of tools in an episode."""
+    tool_errors_share: float | None = None
+    """Share of the calls of tools of which the model read an error."""
+    tool_seconds_p50: float | None = None
+    """Median time of the calls that were sent to tools."""
+    tool_seconds_p95: float | None = None
+    """95 % of these calls took at most this time."""
+    stop_final_share: float | None = None
+    """Share of the episodes that ended with an answer."""
+    stop_max_steps_share: float | None = None
+    """Share of the episodes that ended at max_episode_steps."""
+    stop_tokens_share: float | None = None
+    """Share of the episodes that ended with an answer at its token limit."""
+    stop_context_share: float | None = None
+    """Share of the episodes that ended because the context had no room for another answer."""
+    stop_time_share: float | None = None
+    """Share of the episodes that ended at their time limit."""
+    stop_discarded_share: float | None = None
+    """Share of the episodes that were discarded because a tool failed."""
     groups_mixed_share: float | None = None
     """Share of the groups with signal: their rewards differ."""
     groups_all_zero_share: float | None = None

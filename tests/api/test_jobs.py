@@ -420,6 +420,10 @@ def hyperparameters(**asked: Any) -> dict[str, Any]:
     return {"hyperparameters": asked}
 
 
+def tool(**changed: Any) -> dict[str, Any]:
+    return {"name": "search", "server_url": "https://tools.example/search"} | changed
+
+
 INSIDE = "method.reinforcement"
 REFUSED_INSIDE = {
     "zero epochs": (
@@ -493,8 +497,32 @@ REFUSED_INSIDE = {
         "hyperparameters.advanced.lora_rank",
         "unknown_parameter",
     ),
-    "tools": ({"tools": [{"name": "search"}]}, "tools", "unsupported_parameter"),
-    "episodes of several steps": ({"max_episode_steps": 10}, "max_episode_steps", "unsupported_parameter"),
+    "a tool without a server": (
+        {"tools": [{"name": "a"}]},
+        "tools[0].server_url",
+        "missing_required_parameter",
+    ),
+    "a tool that is not called": ({"tools": [tool()]}, "tools[0].server_url", "invalid_value"),
+    "a tool over http": (
+        {"tools": [tool(server_url="http://a.example")]},
+        "tools[0].server_url",
+        "invalid_value",
+    ),
+    "a tool of another kind": ({"tools": [tool(type="mcp")]}, "tools[0].type", "unknown_parameter"),
+    "two tools of one name": ({"tools": [tool(), tool()]}, "tools[1].name", "invalid_value"),
+    "no steps": ({"tools": [tool()], "max_episode_steps": 0}, "max_episode_steps", "integer_below_min_value"),
+    "many steps": (
+        {"tools": [tool()], "max_episode_steps": 1001},
+        "max_episode_steps",
+        "integer_above_max_value",
+    ),
+    "steps in words": ({"tools": [tool()], "max_episode_steps": "ten"}, "max_episode_steps", "invalid_type"),
+    "steps without tools": ({"max_episode_steps": 10}, "max_episode_steps", "invalid_value"),
+    "episodes off policy": (
+        {"tools": [tool()]} | hyperparameters(advanced={"schedule": {"type": "off_policy"}}),
+        "hyperparameters.advanced.schedule.steps",
+        "invalid_value",
+    ),
     "a grader that is text": ({"grader": "string_check"}, "grader", "invalid_type"),
     "an unknown grader": ({"grader": {"type": "vibes", "name": "g"}}, "grader.type", "invalid_value"),
     "a grader without its fields": (
@@ -808,6 +836,53 @@ def test_azures_training_type_is_accepted_and_means_nothing(
 
     assert answer.status_code == 200
     assert "trainingType" not in answer.json()
+
+
+def allowing_tools(house: House, *hosts: str) -> None:
+    service = house.app.state.service
+    house.app.state.service = replace(service, all_backends=Backends({}, Endpoints(hosts)))
+
+
+def test_a_job_shows_its_tools_without_their_secrets_and_how_many_steps_an_episode_has(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    allowing_tools(house, "tools.example")
+    made = create_job(reinforcement={"tools": [tool(headers={"X-Key": "secret"})]})
+
+    shown = made["method"]["reinforcement"]
+    again = api.get(f"/v1/regraft/jobs/{made['id']}/request").json()["method"]["reinforcement"]
+
+    assert shown["tools"] == again["tools"] == [tool(headers={"X-Key": "***"})]
+    assert shown["max_episode_steps"] == again["max_episode_steps"] == 10
+    with house.database.read() as session:
+        job = session.scalars(select(Job)).one()
+    assert job.body["tools"] == [tool(headers={"X-Key": "secret"})]
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"headers": {"Host": "very-secret"}}, "headers"),
+        ({"headers": {"Idempotency-Key": "very-secret"}}, "headers"),
+        ({"headers": {"X": "very-secret\n"}}, "headers"),
+        ({"headers": {"X": "***"}}, "headers.X"),
+        ({"headers": "very-secret"}, "headers"),
+        ({"server_url": "https://elsewhere.example/very-secret"}, "server_url"),
+        ({"server_url": "https://10.0.0.1/very-secret"}, "server_url"),
+    ],
+)
+def test_a_tool_that_is_refused_is_named_and_its_secrets_are_not_quoted(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    changed: dict[str, Any],
+    where: str,
+) -> None:
+    allowing_tools(house, "tools.example", "10.0.0.*")
+    answer = api.post(JOBS, json=job_request(reinforcement={"tools": [tool(**changed)]}))
+
+    assert error(answer)[0] == f"{INSIDE}.tools[0].{where}"
+    assert "very-secret" not in answer.text
 
 
 @pytest.mark.parametrize("nothing", [{"tools": []}, {"tools": None}, {"max_episode_steps": None}])

@@ -107,6 +107,9 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
     third = listed(step=3)["data"][2]
 
     assert third == row(3, "train", 0, 2) | {
+        "conversation": None,
+        "stop": None,
+        "trace_id": None,
         "id": "rollout_3_t_0_2",
         "messages": [{"role": "user", "content": "2+2?"}],
         "item": {"answer": "4"},

@@ -336,7 +336,7 @@ class TestCap:
 class TestPausingAtTheCap:
     def test_a_running_job_is_pausing_and_says_why_once(self, session: Session, job: Job) -> None:
         for _ in range(2):
-            lifecycle.pause_at_cap(session, job, "enough", {"used": 1})
+            lifecycle.pause_by_service(session, job, "enough", {"used": 1})
 
         assert job.status == "pausing"
         assert [(e.message, e.level, e.data) for e in session.scalars(select(Event))] == [

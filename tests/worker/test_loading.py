@@ -183,12 +183,27 @@ def test_a_job_that_starts_from_an_adapter_resumes_or_is_scored_by_its_own_model
         teacher: TeacherModel | None = None,
         *,
         has_judges: bool = False,
+        has_episodes: bool = False,
     ) -> bool:
-        return samples_while_loading(bench.attempt(), fleet, parent, fresh, teacher, has_judges=has_judges)
+        return samples_while_loading(
+            bench.attempt(),
+            fleet,
+            parent,
+            fresh,
+            teacher,
+            has_judges=has_judges,
+            has_episodes=has_episodes,
+        )
 
     assert samples()
     assert not any(
-        (samples(None), samples(parent=parent), samples(teacher=teacher), samples(has_judges=True))
+        (
+            samples(None),
+            samples(parent=parent),
+            samples(teacher=teacher),
+            samples(has_judges=True),
+            samples(has_episodes=True),
+        )
     )
     bench.train()
     assert not samples(), "it has a checkpoint"

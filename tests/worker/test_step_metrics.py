@@ -36,12 +36,14 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None
     of_given_answers = {
         metric.name for metric in METRICS if metric.offline and not metric.in_csv
     } - of_an_update
+    of_episodes = {name for name in NAMES if name.startswith(("episode_", "tool_", "stop_"))}
     of_reasoning = {"reasoning_tokens_mean", "answer_tokens_mean", "cut_thoughts_share"}
     of_a_teacher = {"teacher_kl", "full_valid_teacher_kl"}
     of_an_off_policy_run = {"ahead_seconds", "staleness", "stale_tokens_share"}
     assert NAMES - set().union(*steps) - in_a_section - of_an_update == {
         "gpus",
         "waiting",  # of a job that shares its device
+        *of_episodes,
         *of_reasoning,
         *of_given_answers,
         *of_a_teacher,

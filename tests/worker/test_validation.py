@@ -51,6 +51,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
         blobs: FolderBlobs = bench.blobs,
         backends: Backends = Backends.none(),
         response_format: Any = None,
+        tools: Sequence[str] = (),
         stopping: threading.Event | None = None,
         **changes: Any,
     ) -> tuple[Job, list[WakeMessage] | None]:
@@ -74,6 +75,8 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
             job.body = {**job.body, "grader": dict(grader), "response_format": response_format}
+            if tools:
+                job.body |= {"tools": [{"name": name, "server_url": "https://t.example"} for name in tools]}
         settings = Settings(data_dir=tmp_path, **changes)
         wakes = validate_next(settings, bench.database, blobs, backends, "tester", stopping=stopping)
         return bench.job(), wakes
@@ -112,6 +115,7 @@ CALLS = {
     "reference": "{{item.answer}}",
 }
 TOOLS = {"tools": [{"type": "function", "function": {"name": "red"}}]}
+OTHER = {"tools": [{"type": "function", "function": {"name": "blue"}}]}
 
 
 def test_a_grader_of_calls_needs_a_row_that_has_tools(
@@ -139,6 +143,34 @@ def test_rows_with_the_messages_of_a_training_row_and_other_tools_are_held_out(
     validate([GOOD], [GOOD | TOOLS])
 
     assert bench.events("warn") == []
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "tools", "param", "problem"),
+    [
+        ([GOOD, GOOD | TOOLS], [HELD_OUT], ["blue"], "training_file", "Line 2 has the function 'red'"),
+        ([GOOD | TOOLS], [HELD_OUT | OTHER], ["red"], "validation_file", "Line 1 has the function 'blue'"),
+        (
+            [GOOD | TOOLS],
+            [HELD_OUT],
+            ["red", "blue"],
+            "method.reinforcement.tools[1].name",
+            "The job has the tool 'blue', and no row",
+        ),
+    ],
+)
+def test_the_tools_of_a_job_are_the_functions_of_its_rows(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+    train: list[Any],
+    valid: list[Any],
+    tools: list[str],
+    param: str,
+    problem: str,
+) -> None:
+    job, _ = validate(train, valid, tools=tools)
+
+    assert (job.status, job.error["param"]) == ("failed", param)
+    assert job.error["message"].startswith(problem)
 
 
 @pytest.mark.parametrize("file", ["training_file", "validation_file"])

@@ -513,6 +513,8 @@ def _stored_sample(rollout: dict[str, Any]) -> dict[str, Any]:
         "score",
         "output_reasoning",
         "output_tools_error",
+        "conversation",
+        "stop",
     )
     calls = rollout["output_tools"]
     return {
@@ -543,6 +545,8 @@ def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
         text,
         output_tools=tuple(message.get("tool_calls", ())),
         output_tools_error=(rollout or {}).get("output_tools_error") or "",
+        messages=tuple((rollout or {}).get("conversation") or ()),
+        stop=(rollout or {}).get("stop") or "",
     )
 
 

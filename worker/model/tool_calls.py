@@ -11,13 +11,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from core.tool_parsers import known_tool_parser
-from worker.types import Call, ParsedAnswer
+from worker.types import Call, ParsedAnswer, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -531,6 +531,12 @@ class CallReader:
         special = {*tokenizer.all_special_ids, *(token for token, entry in added if entry.special)}
         marks = frozenset(known.values()) & special
         return cls(format_of(parser, known), tokenizer, marks, frozenset(special - marks))
+
+    def parsed(self, rollout: Rollout, row: Mapping[str, Any]) -> Rollout:
+        """The rollout with the content and the calls of its answer, if the row has tools."""
+        ids_T, is_cut = rollout.output_ids_T[rollout.grammar_start :], rollout.is_truncated
+        read = self.read(rollout.text, ids_T, row, is_cut=is_cut)
+        return rollout if read is None else replace(rollout, parsed=read)
 
     def read(
         self,

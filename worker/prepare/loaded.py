@@ -105,6 +105,7 @@ def samples_while_loading(
     teacher: TeacherModel | None,
     *,
     has_judges: bool,
+    has_episodes: bool,
 ) -> bool:
     """Whether the job's first answers are sampled and scored without the loaded policy: by the base model, in a fleet.
 
@@ -112,7 +113,7 @@ def samples_while_loading(
     """
     starts_fresh = parent is None and checkpoints.is_empty
     alone = attempt.shared is None and not scores_here(teacher, has_judges=has_judges)
-    return fleet is not None and starts_fresh and alone
+    return fleet is not None and starts_fresh and alone and not has_episodes
 
 
 def start_of(plan: TrainingPlan) -> LoadedPolicy | BackgroundPolicy:
@@ -129,6 +130,7 @@ def start_of(plan: TrainingPlan) -> LoadedPolicy | BackgroundPolicy:
         plan.checkpoints,
         plan.teacher,
         has_judges=bool(plan.judges),
+        has_episodes=isinstance(plan.task, PromptTask) and plan.task.episodes is not None,
     )
     return BackgroundPolicy(plan) if early else load_policy(plan)
 

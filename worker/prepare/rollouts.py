@@ -13,6 +13,7 @@ from worker.model.architecture import has_experts
 from worker.model.policy import Policy
 from worker.model.sizing import MemoryPlan
 from worker.model.tool_calls import CallReader
+from worker.prepare.episodes import sampler_of_episodes
 from worker.prepare.loaded import BackgroundPolicy, LoadedPolicy, release_of
 from worker.prepare.run_memory import EngineMemory
 from worker.prepare.scorers import load_reward_model, training_rewards
@@ -23,6 +24,7 @@ from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.reward_models import PolicyScores
 from worker.sampling import Sampler, choice
 from worker.sampling.placement import Placement
+from worker.sampling.transformers import TransformersSampler
 from worker.sampling.vllm import VllmSampler
 from worker.sampling.weights import BlobAdapters
 from worker.training.sampler_gate import SamplerGate
@@ -44,6 +46,9 @@ def rollout_experience(
     sampler = sampler_of(plan, task, start.policy, recorder)
     sampler, trainer = start.connect(sampler, partial(trainer_of, plan, task, recorder), recorder)
     trainer = coordinated(trainer, sampler, plan.run_memory, continues=task.settings.continue_in_flight)
+    if task.episodes is not None:
+        assert isinstance(sampler, TransformersSampler | VllmSampler), "they sample turns"
+        sampler = sampler_of_episodes(plan, task, start.policy, sampler)
     return RolloutExperience(
         settings=task.settings,
         seed=plan.job.seed,

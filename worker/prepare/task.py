@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from core.database.tables import Job
 from core.jobs import hyperparameters
+from core.jobs import tools as job_tools
 from core.jobs.distillation import asked_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameter_places import param_of
@@ -30,6 +31,7 @@ from worker.model.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.prepare.model import BaseModel
 from worker.prepare.teachers import TeacherModel
 from worker.refusals import InvalidTargets, UserMistake
+from worker.rollout.episodes import EpisodeLimits, context_of
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
 from worker.rollout.rows import Rows
 from worker.types import Prompt
@@ -48,6 +50,7 @@ class PromptTask:
     workload: Workload
     response_schema: str  # the schema that answers are JSON of, or ""
     tool_parser: str | None = None  # how the model writes calls; None: no row has tools
+    episodes: EpisodeLimits | None = None  # None: calls of functions are not executed
 
 
 def prepare_task(
@@ -69,13 +72,18 @@ def prepare_task(
     )
     schema = stored_response_schema(job.body.get("response_format"))
     refuse_what_is_not_sampled(job, base, resolved, tokenizer, schema)
+    prompt = max(len(prompt.ids) for prompt in [*train, *valid])
+    episodes = episode_limits(job, base.entry.context, prompt, resolved.max_completion_tokens)
+    if episodes is not None:
+        longest = min(episodes.calls * resolved.max_completion_tokens, base.entry.context)
+        resolved = resolved.model_copy(update={"max_episode_tokens": longest})
     workload = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,
         full=resolved.train == "full",
         references=resolved.reference_copies,
         copied=base.rows and base.sampler == "transformers",
-        prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
+        prompt=prompt if episodes is None else episodes.context - resolved.max_completion_tokens,
         completion=resolved.max_completion_tokens,
         batch=resolved.batch_size + resolved.resample_prompts,
         group=resolved.group_size,
@@ -91,7 +99,21 @@ def prepare_task(
         )
     except NoPassRate as cause:
         raise UserMistake("invalid_value", str(cause), "training_file") from cause
-    return PromptTask(resolved, stream, valid, workload, schema, parser)
+    return PromptTask(resolved, stream, valid, workload, schema, parser, episodes)
+
+
+def episode_limits(job: Job, context: int, prompt: int, completion: int) -> EpisodeLimits | None:
+    """The limits of the job's episodes; None: it has no tools.
+
+    Args:
+        context: of the model, in tokens.
+        prompt: tokens of the longest prompt.
+        completion: tokens of the longest answer of a call.
+    """
+    if not job_tools.names_of(job.body):
+        return None
+    calls = job_tools.steps_of(job.body)
+    return EpisodeLimits(calls, context_of(context, prompt, completion, calls))
 
 
 def tool_parser_for(job: Job, rows: Rows, base: BaseModel, tokenizer: PreTrainedTokenizerBase) -> str | None:

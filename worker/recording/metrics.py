@@ -5,11 +5,12 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from core.jobs.hyperparameters import Resolved
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
+from worker.episode import StopReason
 from worker.history import Steps, first
 from worker.recording import passes
 from worker.recording.verdict import compare, row_scores, standard_error
@@ -267,6 +268,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         "sampling_entropy": _sampling_entropy(rollouts),
         "truncated_share": truncated,
         **_reasoning(rollouts),
+        **_episodes(rollouts),
         "mean_unresponsive_rewards": len(failed) / len(grades),
         **_teacher_kl("teacher_kl", rollouts),
     }
@@ -288,6 +290,34 @@ def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str,
         "full_valid_difference_low": compared.low,
         "full_valid_difference_high": compared.high,
     }
+
+
+def _episodes(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The turns, ends and tools of episodes; empty without executed tools."""
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    uses = [use for episode in episodes for use in episode.uses]
+    stops = Counter(episode.stop for episode in episodes)
+    seconds = sorted(use.seconds for use in uses if use.seconds > 0)
+    data = {
+        "episode_turns_mean": statistics.fmean(episode.turns for episode in episodes),
+        "episode_context_tokens_mean": statistics.fmean(
+            sum(len(node.context_ids) for node in rollout.nodes) for rollout in rollouts
+        ),
+        "tool_calls_mean": len(uses) / len(episodes),
+    }
+    data |= {f"stop_{stop}_share": stops[stop] / len(episodes) for stop in get_args(StopReason)}
+    if uses:
+        data["tool_errors_share"] = sum(bool(use.error) for use in uses) / len(uses)
+    if seconds:
+        data |= {"tool_seconds_p50": _quantile(seconds, 0.5), "tool_seconds_p95": _quantile(seconds, 0.95)}
+    return data
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _reasoning(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -162,12 +162,12 @@ class JobRecorder:
         """The job's own budget, or what its project may use."""
         if (spent := budgets.reached(job, job.gpu_seconds)) is not None:
             message = f"Pausing fine-tuning job at its budget: {spent.message}"
-            lifecycle.pause_at_cap(session, job, message, spent.data)
+            lifecycle.pause_by_service(session, job, message, spent.data)
             return
         limits = tenants.limits(session.get_one(Project, job.project_id), self.default_limits)
         if (beyond := tenants.used_up(session, job.project_id, limits)) is not None:
             message = f"Pausing fine-tuning job at a limit of its project: {beyond.message}"
-            lifecycle.pause_at_cap(session, job, message, {})
+            lifecycle.pause_by_service(session, job, message, {})
 
     def warn(self, message: str, data: dict[str, Any]) -> None:
         self.attempt.event(message, data, level="warn")

@@ -133,6 +133,7 @@ def _answer(rollout: Rollout, grade: Grade) -> dict[str, Any]:
         "output_text": rollout.content,
         "output_tools": json.dumps(rollout.tool_calls) if rollout.parsed is not None else None,
         "output_tools_error": (rollout.parsed.error or None) if rollout.parsed is not None else None,
+        **_episode(rollout),
         "output_reasoning": rollout.reasoning or None,
         "completion_tokens": len(rollout.output_ids_T),
         "reasoning_tokens": rollout.reasoning_tokens,
@@ -146,6 +147,17 @@ def _answer(rollout: Rollout, grade: Grade) -> dict[str, Any]:
         "sub_reasons": {name: sub.reason for name, sub in subs.items() if sub.reason},
         "sub_errors": {name: sub.error.value for name, sub in subs.items() if sub.error is not None},
         "sub_outputs": {name: sub.output for name, sub in subs.items() if sub.output},
+    }
+
+
+def _episode(rollout: Rollout) -> dict[str, Any]:
+    episode = rollout.episode
+    if episode is None:
+        return {"conversation": None, "stop": None, "trace_id": None}
+    return {
+        "conversation": json.dumps(episode.messages),
+        "stop": episode.stop,
+        "trace_id": episode.trace_id,
     }
 
 

@@ -17,7 +17,7 @@ from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
 from graders.run import grade_one
 from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
-from graders.types import Grade, Grader, Sample
+from graders.types import ErrorKind, Grade, Grader, Sample
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
 from worker.gpu_ratio import RatioMeasurement
@@ -190,6 +190,7 @@ class Collector:
             step=step,
             response_schema=self.response_schema,
             thinking_budget=settings.thinking_budget,
+            batch=f"train/{step}",
         )
 
 
@@ -258,6 +259,7 @@ class RolloutExperience:
             step=0,
             response_schema=self.response_schema,
             thinking_budget=settings.thinking_budget,
+            batch=f"valid/{step}",
         )
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
@@ -449,17 +451,21 @@ class Rewards:
         return replayed(), {(answer.prompt, answer.member): one for answer, [one] in scores}
 
     def _parsed(self, prompt: Prompt, rollout: Rollout) -> Rollout:
-        if self.call_reader is None:
+        if self.call_reader is None or rollout.episode is not None:
             return rollout
-        ids_T, is_cut = rollout.output_ids_T[rollout.grammar_start :], rollout.finish_reason == "length"
-        parsed = self.call_reader.read(rollout.text, ids_T, prompt.item, is_cut=is_cut)
-        return rollout if parsed is None else replace(rollout, parsed=parsed)
+        return self.call_reader.parsed(rollout, prompt.item)
 
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
+        if rollout.episode is not None and rollout.episode.stop == "discarded":
+            return Grade(None, f"the episode was discarded: {rollout.episode.problem}", ErrorKind.other_error)
         async with self._slots:
             sample = Sample.from_text(
                 rollout.content, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
             )
+            if (episode := rollout.episode) is not None:
+                sample = replace(
+                    sample, messages=episode.messages, stop=episode.stop, trace_id=episode.trace_id
+                )
             sample = replace(
                 sample,
                 model_scores=of_models,

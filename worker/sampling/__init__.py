@@ -27,6 +27,7 @@ class Sampling:
     thinking_budget: int | None = None  # tokens after which a thought is closed
     # The steps that the policy has learned from, if answers in flight may continue with a newer one.
     policy_steps: int | None = None
+    batch: str = ""  # names the prompts of the step among all that the job samples, in the ids of episodes
 
     def seed(self, prompt: Prompt, member: int) -> int:
         """Return the seed of one answer. It does not depend on the batch, so it is the same after a crash.

@@ -21,6 +21,7 @@ from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM
+from core.jobs.tools import tools_mismatch
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
@@ -262,6 +263,10 @@ def _refuse_tools(
             raise UserMistake(
                 "invalid_value", f"Line {line} of the {param} has tools: {NO_FORMAT}", FORMAT_PARAM
             )
+    of_rows = ([(row.line, row.tools) for row in many] for many in (rows, valid_rows))
+    if (mismatch := tools_mismatch(job.body, *of_rows)) is not None:
+        param, problem = mismatch
+        raise UserMistake("invalid_value", problem, param)
     where = None if spec is None else reads_tools(spec, GRADER_PARAM)
     if where is not None and not any(row.tools for row in rows):
         message = f"'{where}' reads sample.output_tools, and no row of the training file has tools."

@@ -107,6 +107,12 @@ def _call(call: Mapping[str, Any]) -> str:
     return f"{function.get('name')}({function.get('arguments')})"
 
 
+def _message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message, and its calls."""
+    calls = map(_call, message.get("tool_calls") or [])
+    return "\n".join([part for part in (_text(message.get("content")), *calls) if part])
+
+
 def _in_full(rollout: Rollout) -> str:
     """The whole prompt, row, answer and grade."""
     fields = {name: value for name, value in (rollout.item or {}).items() if name != "messages"}
@@ -115,6 +121,7 @@ def _in_full(rollout: Rollout) -> str:
         *((name, _text(value)) for name, value in fields.items()),
         ("thought", rollout.output_reasoning),
         ("answer", rollout.output_text),
+        *((f"then {one.get('role')}", _message_text(one)) for one in rollout.conversation or []),
         ("calls", "\n".join(map(_call, rollout.output_tools or []))),
         ("calls that cannot be read", rollout.output_tools_error),
         ("reward", number(rollout.score)),

@@ -1,0 +1,196 @@
+"""Calls of the user's tools over HTTP: what is sent, what the model reads, and what discards an episode."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from graders.calls import CallRetryPolicy
+from graders.endpoint import Endpoints
+from tests.graders.servers import Reply, ScriptedServer, Time, serving
+from worker.rollout.tools import (
+    MAX_BYTES,
+    WINDOW,
+    HttpTool,
+    HttpTools,
+    ToolFailed,
+    ToolRequest,
+    ToolResult,
+    ToolsFail,
+    call_problem,
+)
+
+ROW = {"messages": [], "city": "Oslo"}
+SHORT_S = 0.1  # the limit of an answer that never ends
+HEADERS = {"X-Api-Key": "very-secret"}
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+
+
+def call(number: int = 0, item: Mapping[str, Any] = ROW) -> ToolRequest:
+    return ToolRequest(f"call_{number}", "search", '{"q":"rain"}', "trace_1", item)
+
+
+def tools(url: str, time: Time, *, timeout_s: float = 5.0) -> HttpTools:
+    patience = CallRetryPolicy(retries=3, retries_after_silence=0, sleep=time.sleep, jitter=lambda: 0.5)
+    tool = HttpTool("search", f"{url}/search", HEADERS)
+    endpoints = Endpoints(("127.0.0.1",))
+    return HttpTools([tool], endpoints, patience=patience, timeout_s=timeout_s, clock=time.clock)
+
+
+async def replied(
+    *replies: Reply, calls: Sequence[ToolRequest] = (call(),)
+) -> tuple[ScriptedServer, list[Any]]:
+    """The server, and what becomes of the calls, one after the other."""
+    server = ScriptedServer(replies)
+    async with server as url:
+        client = tools(url, Time())
+        return server, [(await asyncio.gather(client.call(one), return_exceptions=True))[0] for one in calls]
+
+
+def outcome(*replies: Reply) -> Any:
+    return asyncio.run(replied(*replies))[1][0]
+
+
+def test_a_call_is_sent_in_azures_format_with_its_id_as_the_key_of_repetitions() -> None:
+    server, [result] = asyncio.run(replied(Reply(200, '{"output": "wet"}')))
+
+    assert result.output == "wet"
+    assert server.requests == [
+        {
+            "type": "function_call",
+            "id": "call_0",
+            "call_id": "call_0",
+            "name": "search",
+            "arguments": '{"q":"rain"}',
+            "trace_id": "trace_1",
+            "item": ROW,
+        }
+    ]
+    assert server.headers[0]["idempotency-key"] == "call_0"
+    assert server.headers[0]["x-api-key"] == "very-secret"
+
+
+@pytest.mark.parametrize(
+    ("reply", "output"),
+    [
+        (Reply(200, '{"output": {"t": 3}}'), '{"t": 3}'),
+        (Reply(200, '{"output": "a\\ud800b"}'), "a?b"),
+        (Reply(404, "no such page"), "no such page"),
+        (Reply(422, '{"output": "say where"}'), "say where"),
+        (Reply(400, "key very-secret is old"), "key *** is old"),
+    ],
+)
+def test_the_model_reads_outputs_and_what_is_wrong_with_its_call(reply: Reply, output: str) -> None:
+    assert outcome(reply).output == output
+
+
+@pytest.mark.parametrize("body", ["fine", "[]", '{"output": null}', "[" * 50_000])
+def test_the_model_reads_that_an_answer_has_no_output(body: str) -> None:
+    result = outcome(Reply(200, body))
+
+    assert json.loads(result.output) == {"error": {"message": result.error}}
+    assert "no 'output'" in result.error
+
+
+def test_the_model_reads_that_a_request_or_an_answer_is_too_large() -> None:
+    server, [sent] = asyncio.run(
+        replied(Reply(200, "{}"), calls=[call(item={"text": "x" * (MAX_BYTES + 1)})])
+    )
+    received = outcome(Reply(200, json.dumps({"output": "x" * MAX_BYTES})))
+
+    assert server.requests == []
+    assert [json.loads(one.output)["error"]["code"] for one in (sent, received)] == [413, 413]
+
+
+def test_the_model_reads_that_an_answer_is_not_utf_8() -> None:
+    async def ask(url: str) -> ToolResult:
+        return await tools(url, Time()).call(call())
+
+    with serving(lambda path, body: (200, b'{"output": "\xff"}')) as url:
+        result = asyncio.run(ask(url))
+
+    assert "not UTF-8" in result.error
+
+
+@pytest.mark.parametrize("status", [500, 503, 302])
+def test_a_server_that_fails_discards_the_episode_and_quotes_no_secret(status: int) -> None:
+    server, [failed] = asyncio.run(replied(Reply(status, "very-secret", {"location": "http://10.0.0.1/"})))
+
+    assert isinstance(failed, ToolFailed)
+    assert str(failed) == f"HTTP {status}: '***'"
+    assert len(server.requests) == (1 if status == 302 else 4)
+    assert {request["id"] for request in server.requests} == {"call_0"}
+
+
+def test_a_server_that_recovers_within_three_retries_discards_nothing() -> None:
+    down = Reply(500, "")
+
+    assert outcome(down, down, down, Reply(200, '{"output": "1"}')).output == "1"
+
+
+def test_an_answer_that_drips_is_ended_at_its_limit() -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+        with suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async def ask() -> ToolResult:
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await tools(url, Time(), timeout_s=SHORT_S).call(call())
+
+    with pytest.raises(ToolFailed, match="no response within"):
+        asyncio.run(ask())
+
+
+def test_a_tool_of_which_most_calls_fail_pauses_the_job_with_its_evidence() -> None:
+    good, bad = Reply(200, '{"output": ""}'), Reply(302, "moved")
+    half = WINDOW // 2
+    calls = [call(number) for number in range(WINDOW + 1)]
+    _, results = asyncio.run(replied(*[good] * half, *[bad] * (half + 1), calls=calls))
+
+    assert [type(one) for one in results[:-1]] == [ToolResult] * half + [ToolFailed] * half
+    paused = results[-1]
+    assert isinstance(paused, ToolsFail)
+    assert "33 of the newest 64 calls of the tool 'search' failed" in str(paused)
+    assert paused.data["reasons"] == ["HTTP 302: 'moved'"] * 8
+
+
+def test_requests_to_one_tool_start_at_most_fifty_times_a_second() -> None:
+    async def ask() -> Time:
+        time, server = Time(), ScriptedServer([Reply(200, '{"output": ""}')])
+        async with server as url:
+            client = tools(url, time)
+            for number in range(3):
+                await client.call(call(number))
+        return time
+
+    assert asyncio.run(ask()).now == pytest.approx(2 / 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("search", '{"q": "x"}', ""),
+        ("find", "{}", "there is no function 'find'; there are search"),
+        ("search", "{", "the arguments are not JSON"),
+        ("search", '{"q": NaN}', "the arguments are not JSON"),
+        ("search", '["x"]', "the arguments are not a JSON object"),
+        ("search", "{}", "the arguments do not fit the schema: 'q' is a required property"),
+    ],
+)
+def test_a_call_that_does_not_fit_its_function_has_a_problem(name: str, arguments: str, problem: str) -> None:
+    assert asyncio.run(call_problem(name, arguments, [SEARCH])) == problem

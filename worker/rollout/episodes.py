@@ -1,0 +1,263 @@
+"""Episodes: the policy calls tools, reads their results and continues, until it answers without a call.
+
+An episode is a coroutine, so tools run while other episodes are sampled. `EpisodeSampler` is a Sampler whose answers
+are episodes; what grades, learns and records does not know the difference. docs/howto/agents.md describes the rules.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, Protocol
+
+from worker.episode import Episode, StopReason, ToolUse
+from worker.refusals import first_error
+from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, call_problem
+from worker.sampling import Answer, SampledTurns, Sampling, TurnSampler
+from worker.types import Call, Node, Prompt, Rollout
+
+TIMEOUT_S = 1800.0  # of an episode, from its first answer on
+# Tokens of the results of one turn, up to which memory is planned. Longer ones leave room for fewer turns.
+RESULT_TOKENS = 1024
+NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
+# These stops ended an episode that was not finished.
+_TRUNCATED = frozenset({"max_steps", "tokens", "context", "time"})
+
+Message = Mapping[str, Any]
+ReadCalls = Callable[[Rollout, Mapping[str, Any]], Rollout]
+"""From an answer and its row to the answer with its calls: CallReader.parsed."""
+
+
+class Suffixes(Protocol):
+    """The tokens between two calls of the policy. worker/model/suffixes.py: TemplateSuffixes."""
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether an answer may call several tools. Else its first call counts alone."""
+        ...
+
+    def after(
+        self,
+        answer: Rollout,
+        message: Message,
+        results: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> tuple[int, ...]:
+        """Tokens behind the answer: the end of its message, the results, and the start of the next answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    calls: int  # of the policy
+    context: int  # tokens of the prompt and all that follows, with the longest next answer
+    seconds: float = TIMEOUT_S
+
+
+def context_of(context: int, prompt: int, completion: int, calls: int) -> int:
+    """The tokens of an episode for which memory is planned, at most the model's context.
+
+    Args:
+        prompt: tokens of the longest prompt.
+        completion: tokens of the longest answer of a call.
+        calls: of the policy in an episode.
+    """
+    return min(context, prompt + calls * (completion + RESULT_TOKENS))
+
+
+def trace_id(job: str, batch: str, prompt: Prompt, member: int) -> str:
+    """The id of an episode for tools and graders, which is the same after a restart of the job.
+
+    Args:
+        batch: the step, and whether it is of training or validation.
+    """
+    key = f"{job}/{batch}/{prompt.line}/{prompt.repeat}/{member}"
+    return f"trace_{uuid.UUID(bytes=sha256(key.encode()).digest()[:16])}"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs episodes, all with one policy."""
+
+    calls: SampledTurns
+    sampling: Sampling
+    tools: Tools
+    read_calls: ReadCalls
+    suffixes: Suffixes
+    limits: EpisodeLimits
+    job: str  # its id
+
+    async def run(self, prompt: Prompt, member: int) -> Rollout:
+        """Sample one episode.
+
+        Raises:
+            ToolsFail: most of the newest calls of a tool failed.
+        """
+        return await _Run(self, prompt, member, trace_id(self.job, self.sampling.batch, prompt, member)).run()
+
+
+class _Run:
+    """One episode under way."""
+
+    def __init__(self, runner: Runner, prompt: Prompt, member: int, trace: str) -> None:
+        self.runner, self.prompt, self.member, self.trace = runner, prompt, member, trace
+        self.functions: Sequence[Mapping[str, Any]] = prompt.item.get("tools") or ()
+        self.ids: tuple[int, ...] = prompt.ids
+        self.context: tuple[int, ...] = ()  # behind `ids`, before the next answer
+        self.nodes: list[Node] = []
+        self.messages: list[Message] = []
+        self.uses: list[ToolUse] = []
+
+    async def run(self) -> Rollout:
+        problem = ""
+        try:
+            async with asyncio.timeout(None) as limit:
+                stop = await self._turns(limit)
+        except TimeoutError:
+            stop = "time"
+        except ToolFailed as failed:
+            stop, problem = "discarded", str(failed)
+        episode = Episode(tuple(self.messages), tuple(self.uses), stop, self.trace, problem)
+        rollout = Rollout.of_nodes(self.nodes, is_truncated=stop in _TRUNCATED)
+        return replace(rollout, episode=episode)
+
+    async def _turns(self, limit: asyncio.Timeout) -> StopReason:
+        limits = self.runner.limits
+        while True:
+            answer = await self._call()
+            if len(self.nodes) == 1:
+                limit.reschedule(asyncio.get_running_loop().time() + limits.seconds)
+            if answer.is_truncated:
+                return "tokens"
+            if not answer.tool_calls and (answer.parsed is None or not answer.parsed.error):
+                return "final"
+            if len(self.nodes) == limits.calls:
+                self.uses += [ToolUse(call, None, NOT_EXECUTED) for call in answer.tool_calls]
+                return "max_steps"
+            await self._use_tools(answer)
+            longest = len(self.ids) + len(self.context) + self.runner.sampling.max_completion_tokens
+            if longest > limits.context:
+                return "context"
+
+    async def _call(self) -> Rollout:
+        """Sample the next answer, and add its node and its message."""
+        before = self.ids + self.context
+        prompt = replace(self.prompt, ids=before)
+        sampled = await self.runner.calls.next(prompt, self.member)
+        answer = self._parsed(sampled)
+        parent = len(self.nodes) - 1 if self.nodes else None
+        self.nodes.append(Node(parent, self.context, answer))
+        self.ids, self.context = before + answer.output_ids_T, ()
+        self.messages.append(_message(answer))
+        return answer
+
+    def _parsed(self, answer: Rollout) -> Rollout:
+        read = self.runner.read_calls(answer, self.prompt.item)
+        if read.parsed is None:
+            return read
+        counted = read.parsed.calls if self.runner.suffixes.takes_several else read.parsed.calls[:1]
+        # Not of the text alone: a tool that knows the id of a call answers as it did before.
+        return replace(
+            read, parsed=replace(read.parsed, calls=counted, ids_seed=f"{self.trace}/{len(self.nodes)}")
+        )
+
+    async def _use_tools(self, answer: Rollout) -> None:
+        """Call the tools of an answer at once, and add their results in the order of the calls."""
+        message = self.messages[-1]
+        if not answer.tool_calls:
+            message = self._with_unreadable_call(answer)
+        calls = message["tool_calls"]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._use_tool(answer, call)) for call in calls]
+        except BaseExceptionGroup as several:
+            raise first_error(several) from None
+        results = [task.result() for task in running]
+        self.uses += [
+            ToolUse(call, result.output, result.error, result.seconds)
+            for call, result in zip(calls, results, strict=True)
+        ]
+        said: list[Message] = [
+            {"role": "tool", "tool_call_id": call["id"], "content": result.output}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        self.context = self.runner.suffixes.after(answer, message, said, self.functions)
+        self.messages += said
+
+    def _with_unreadable_call(self, answer: Rollout) -> Message:
+        """The message of an answer whose calls cannot be read, with one that has no name."""
+        assert answer.parsed is not None, "or it has no error"
+        [call] = replace(answer.parsed, calls=(Call("", ""),)).tool_calls("")
+        return {**self.messages[-1], "tool_calls": [call]}
+
+    async def _use_tool(self, answer: Rollout, call: Mapping[str, Any]) -> ToolResult:
+        if not answer.tool_calls and answer.parsed is not None:
+            return ToolResult.of_error(answer.parsed.error)
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if problem := await call_problem(name, arguments, self.functions):
+            return ToolResult.of_error(problem)
+        return await self.runner.tools.call(
+            ToolRequest(call["id"], name, arguments, self.trace, self.prompt.item)
+        )
+
+
+def _message(answer: Rollout) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = list(answer.tool_calls)
+    return message
+
+
+class EpisodeSampler:
+    """Implements worker.sampling.Sampler: each answer is an episode."""
+
+    def __init__(
+        self,
+        sampler: TurnSampler,
+        tools: Tools,
+        read_calls: ReadCalls,
+        suffixes: Suffixes,
+        limits: EpisodeLimits,
+        job: str,
+    ) -> None:
+        """`job`: its id."""
+        self._sampler, self._tools, self._read_calls, self._suffixes = sampler, tools, read_calls, suffixes
+        self._limits, self._job = limits, job
+
+    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        """Yield the episodes as they end.
+
+        Raises:
+            ToolsFail: most of the newest calls of a tool failed.
+        """
+        ended: asyncio.Queue[Answer | BaseException] = asyncio.Queue()
+        async with self._sampler.turns(sampling) as calls:
+            runner = Runner(
+                calls, sampling, self._tools, self._read_calls, self._suffixes, self._limits, self._job
+            )
+
+            async def run(place: int, member: int) -> None:
+                try:
+                    await ended.put(Answer(place, member, await runner.run(prompts_P[place], member)))
+                except BaseException as cause:
+                    ended.put_nowait(cause)
+                    raise
+
+            tasks = [
+                asyncio.create_task(run(place, member))
+                for place in range(len(prompts_P))
+                for member in range(sampling.group_size)
+            ]
+            try:
+                for _ in tasks:
+                    answer = await ended.get()
+                    if isinstance(answer, BaseException):
+                        raise answer
+                    yield answer
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
