@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from worker.model.policy import Policy, Route, load_base
 from worker.training import grpo
 from worker.training.loss import Batch, KeptValues
 from worker.training.policy_loss import contribution_of, divisors
+from worker.training.teacher import PolicyTeacher
 from worker.types import NEW_ROOT, NO_ANSWER, Group, Node, Pack, Prompt, Rollout, TrainingSequence
 
 MakePolicy = Callable[..., Policy]
@@ -532,3 +534,17 @@ class TestNormalization:
         share = contribution_of(VECTOR, settings, str)
 
         assert share.rewards_N == (1.0 - 0.75, 0.0)
+
+
+def test_a_teacher_reads_the_path_of_each_token(make_policy: MakePolicy) -> None:
+    answers_P = [(group.prompt, group.rollouts_G) for group in groups()[1:]]
+    found = []
+    for route in (Route("packed"), Route("rows", "padded")):
+        policy = make_policy(moved=True)
+        policy.use(route)
+        found.append(PolicyTeacher(policy, nullcontext, 4096).logprobs(answers_P, 1.0))
+
+    [packed_G], [rows_G] = found
+    assert [len(one) for one in packed_G] == [len(one.output_ids_T) for one in answers_P[0][1]]
+    for packed, rows in zip(packed_G, rows_G, strict=True):
+        assert packed == pytest.approx(rows, abs=1e-4)
