@@ -153,18 +153,32 @@ def write_model(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture.add_to(writer)
     add_vocabulary(writer, tokenizer_folder, tokenizer, config.vocab_size)
+    _write_tensors(writer, architecture, files, {name: shapes[name] for name in files}, pairs, kind)
+
+
+def _write_tensors(
+    writer: gguf.GGUFWriter,
+    architecture: Architecture,
+    files: Mapping[str, str],
+    shapes: Mapping[str, Any],
+    pairs: Mapping[str, Pair],
+    kind: GGMLQuantizationType,
+) -> None:
+    """Write the header, then one tensor after the other.
+
+    Args:
+        files: of the tensors, by their names in the model's files.
+        shapes: of the same tensors, in the same order.
+        kind: type of the weights.
+    """
     extra = architecture.extra_tensors()
     for name, tensor in extra.items():
         writer.add_tensor_info(name, tensor.shape, tensor.dtype, tensor.nbytes)
-    for name in files:
-        stored_as = _stored_as(shapes[name], kind)
-        bytes_shape = quants.quant_shape_to_byte_shape(shapes[name], stored_as)
+    for name, shape in shapes.items():
+        stored_as = _stored_as(shape, kind)
+        in_bytes = quants.quant_shape_to_byte_shape(shape, stored_as)
         writer.add_tensor_info(
-            architecture.tensor_name(name),
-            bytes_shape,
-            np.dtype(np.uint8),
-            int(np.prod(bytes_shape)),
-            stored_as,
+            architecture.tensor_name(name), in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored_as
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
