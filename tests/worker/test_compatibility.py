@@ -260,8 +260,13 @@ class FaultyPolicy(Policy):
         self.decoder = base.parts.decoder
 
     def hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, segment: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        segment: torch.Tensor,
+        seen_until: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert seen_until is None, "the probe has no branches"
         if self.route.forward == "rows":
             return super().hidden(input_ids, position_ids, segment)
         if self.fault == "siblings":
