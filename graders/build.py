@@ -244,7 +244,7 @@ def graders_of(spec: GraderSpec, row: Item) -> list[SimpleSpec | MultiSpec]:
     return [] if chosen is None else [*(parts_of(chosen).values() or [chosen])]
 
 
-def reference_of(spec: StringCheckSpec | TextSimilaritySpec, row: Item) -> str | None:
+def reference_of(spec: StringCheckSpec | TextSimilaritySpec | MathSpec, row: Item) -> str | None:
     """Return the reference for answers to this row; None if it depends on the answer, or a field is missing."""
     template = Template.parse(spec.reference)
     if any(isinstance(part, Reference) and part.namespace == "sample" for part in template.parts):

@@ -49,7 +49,6 @@ from core.results.preview_report import (
     PreviewAnswer,
     PreviewPrompt,
     PreviewSampling,
-    ShareEstimate,
     ShownPrompt,
     Signal,
     Spread,
@@ -57,6 +56,7 @@ from core.results.preview_report import (
 )
 from core.results.previews import PreviewResults
 from core.retry import RetryPolicy
+from core.statistics import ShareEstimate
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
