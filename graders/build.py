@@ -185,6 +185,13 @@ def judge_parts(
         yield from judge_parts(sub, f"{param}.graders.{key}")
 
 
+def calls_servers(spec: GraderSpec) -> bool:
+    """Return whether a part asks a judge or an endpoint, whose grades take time and often cost money."""
+    return isinstance(spec, ScoreModelSpec | LabelModelSpec | EndpointSpec) or any(
+        calls_servers(part) for part in parts_of(spec).values()
+    )
+
+
 def environments_of(spec: GraderSpec) -> list[str]:
     """Return the distinct environments of the spec's python graders."""
     return list(dict.fromkeys(part.image_tag or DEFAULT for _, part in python_parts(spec)))

@@ -1,4 +1,4 @@
-"""What the scores of probes say about a grader before it trains. Pure functions.
+"""The report of a grader audit, from the scores of probes. Pure functions.
 
 The probes of one row are not independent, so the unit of statistics is the row (core/statistics.py, `interval`).
 docs/howto/graders.md explains the report.
@@ -176,7 +176,7 @@ def report(
         repeated: the scores of each answer that judges graded several times.
         tokens: of judges.
     """
-    made = GraderAuditReport(
+    audit = GraderAuditReport(
         verdict="go",
         sentence="",
         advice=[],
@@ -207,8 +207,8 @@ def report(
         coverage=coverage(grades, of_rows),
     )
     knowing = {one.kind for one in grades if one.knows}
-    verdict, sentence, advice = judge(made, knowing)
-    return replace(made, verdict=verdict, sentence=sentence, advice=advice)
+    verdict, sentence, advice = judge(audit, knowing)
+    return replace(audit, verdict=verdict, sentence=sentence, advice=advice)
 
 
 def passes(score: float, threshold: float) -> bool:
@@ -231,17 +231,17 @@ def kinds(grades: Sequence[ProbeGrade], threshold: float) -> list[KindOfProbe]:
     by_kind: dict[str, list[ProbeGrade]] = defaultdict(list)
     for one in grades:
         by_kind[one.kind].append(one)
-    return [_kind(kind, some, threshold) for kind, some in by_kind.items()]
+    return [_kind(kind, of_kind, threshold) for kind, of_kind in by_kind.items()]
 
 
-def _kind(kind: str, some: Sequence[ProbeGrade], threshold: float) -> KindOfProbe:
-    scores = [one.score for one in some if one.score is not None]
-    passed = error_rate(some, threshold, above=True)
+def _kind(kind: str, of_kind: Sequence[ProbeGrade], threshold: float) -> KindOfProbe:
+    scores = [one.score for one in of_kind if one.score is not None]
+    passed = error_rate(of_kind, threshold, above=True)
     return KindOfProbe(
         kind=kind,
-        expect=some[0].expect,
-        answers=len(some),
-        failed=len(some) - len(scores),
+        expect=of_kind[0].expect,
+        answers=len(of_kind),
+        failed=len(of_kind) - len(scores),
         passed=passed.wrong,
         share=passed.share,
         mean_score=statistics.fmean(scores) if scores else None,
@@ -255,7 +255,9 @@ def worst(grades: Sequence[ProbeGrade], threshold: float) -> list[ExampleOfError
         if _error(one, threshold) >= 0:
             by_kind[one.kind].append(one)
     ranked = [
-        (rank, -_error(one, threshold), one) for some in by_kind.values() for rank, one in enumerate(some)
+        (rank, -_error(one, threshold), one)
+        for of_kind in by_kind.values()
+        for rank, one in enumerate(of_kind)
     ]
     ranked.sort(key=lambda entry: entry[:2])
     return [
@@ -378,52 +380,52 @@ def coverage(grades: Sequence[ProbeGrade], of_rows: int) -> Coverage:
     )
 
 
-def judge(made: GraderAuditReport, knowing: set[str]) -> tuple[Outcome, str, list[str]]:
+def judge(audit: GraderAuditReport, knowing: set[str]) -> tuple[Outcome, str, list[str]]:
     """The verdict, one sentence of it, and what to change, most important first.
 
     Args:
         knowing: kinds whose answers have the right values in them. A model earns nothing for free with these.
     """
-    stops, cautions = _stops(made, knowing), _cautions(made, knowing)
+    stops, cautions = _stops(audit, knowing), _cautions(audit, knowing)
     outcome: Outcome = "stop" if stops else "caution" if cautions else "go"
     word = {
         "stop": "Do not train with this grader",
         "caution": "Train with caution",
         "go": "This grader can train",
     }[outcome]
-    first = (stops or cautions or [(_summary(made), "")])[0][0]
+    first = (stops or cautions or [(_summary(audit), "")])[0][0]
     more = len(stops) + len(cautions) - 1
     others = f" There {'is' if more == 1 else 'are'} {counted(more, 'further finding')}." if more > 0 else ""
     return outcome, f"{word}: {first}.{others}", [advice for _, advice in (*stops, *cautions)]
 
 
-def _summary(made: GraderAuditReport) -> str:
-    wrong = made.false_positives
+def _summary(audit: GraderAuditReport) -> str:
+    wrong = audit.false_positives
     text = f"{wrong.wrong} of {wrong.answers} wrong answers pass"
-    if made.false_negatives.answers:
-        right = made.false_negatives
+    if audit.false_negatives.answers:
+        right = audit.false_negatives
         text += f", and {right.answers - right.wrong} of {right.answers} right ones"
-    if made.sensitivity.correlation is not None:
-        text += f"; score and quality correlate by {made.sensitivity.correlation:.2f}"
+    if audit.sensitivity.correlation is not None:
+        text += f"; score and quality correlate by {audit.sensitivity.correlation:.2f}"
     return text
 
 
 Finding = tuple[str, str]
 
 
-def _stops(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
+def _stops(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
     findings: list[Finding] = []
     # Of right answers, if any are known: wrong ones may have another form than the grader reads, such as JSON.
-    asked = next((one for one in made.kinds if one.kind == RIGHT), None)
-    failed, answers = (asked.failed, asked.answers) if asked else (made.grading.failed, made.answers)
+    asked = next((one for one in audit.kinds if one.kind == RIGHT), None)
+    failed, answers = (asked.failed, asked.answers) if asked else (audit.grading.failed, audit.answers)
     if failed > answers / 2:
         findings.append(
             (
                 f"{failed} of {answers} {'right ' if asked else ''}answers could not be graded",
-                f"Most often: {made.grading.reasons[0]} If right answers have another form, send it as 'answer'.",
+                f"Most often: {audit.grading.reasons[0]} If right answers have another form, send it as 'answer'.",
             )
         )
-    missed = made.false_negatives
+    missed = audit.false_negatives
     if missed.share is not None and missed.share["expected"] > HOLE:
         findings.append(
             (
@@ -432,14 +434,14 @@ def _stops(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
                 "already, repair the grader or its pass_threshold.",
             )
         )
-    if free := _holes(made, lambda kind: kind not in knowing):
+    if free := _holes(audit, lambda kind: kind not in knowing):
         findings.append(
             (
                 f"a model can earn its reward without an answer ({', '.join(free)})",
                 f"Score these answers low, and add them as golden cases: {', '.join(free)}.",
             )
         )
-    correlation = made.sensitivity.correlation
+    correlation = audit.sensitivity.correlation
     if correlation is not None and correlation < INSENSITIVE:
         findings.append(
             (
@@ -450,9 +452,9 @@ def _stops(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
     return findings
 
 
-def _cautions(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
+def _cautions(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
     findings: list[Finding] = []
-    if fooled := _holes(made, lambda kind: kind in knowing):
+    if fooled := _holes(audit, lambda kind: kind in knowing):
         findings.append(
             (
                 f"wrong answers that mention the reference pass ({', '.join(fooled)})",
@@ -460,15 +462,15 @@ def _cautions(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
                 "the reference anywhere in it.",
             )
         )
-    rate = made.false_positives.share
+    rate = audit.false_positives.share
     if rate is not None and rate["expected"] > FEW_ERRORS and not fooled:
         findings.append(
             (
-                f"{made.false_positives.wrong} of {made.false_positives.answers} wrong answers pass",
+                f"{audit.false_positives.wrong} of {audit.false_positives.answers} wrong answers pass",
                 "Look at the worst examples, and raise pass_threshold or tighten the comparison.",
             )
         )
-    missed = made.false_negatives
+    missed = audit.false_negatives
     if missed.share is not None and FEW_ERRORS < missed.share["expected"] <= HOLE:
         findings.append(
             (
@@ -476,7 +478,7 @@ def _cautions(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
                 "Look at these rows among the worst examples: their references may be in another form.",
             )
         )
-    correlation = made.sensitivity.correlation
+    correlation = audit.sensitivity.correlation
     if correlation is None:
         findings.append(
             (
@@ -491,18 +493,18 @@ def _cautions(made: GraderAuditReport, knowing: set[str]) -> list[Finding]:
                 "Give partial credit, or a judge a scale with examples.",
             )
         )
-    if made.grading.failed > FEW_ERRORS * made.answers:
+    if audit.grading.failed > FEW_ERRORS * audit.answers:
         findings.append(
             (
-                f"{made.grading.failed} of {made.answers} answers could not be graded, which trains nothing",
-                f"Make the grader score any text. Most often: {made.grading.reasons[0]}",
+                f"{audit.grading.failed} of {audit.answers} answers could not be graded, which trains nothing",
+                f"Make the grader score any text. Most often: {audit.grading.reasons[0]}",
             )
         )
-    return [*findings, *_of_judges(made), *_of_parts(made)]
+    return [*findings, *_of_judges(audit), *_of_parts(audit)]
 
 
-def _of_judges(made: GraderAuditReport) -> list[Finding]:
-    measured = made.noise
+def _of_judges(audit: GraderAuditReport) -> list[Finding]:
+    measured = audit.noise
     if measured is None or measured.flip_rate <= FLIPS:
         return []
     return [
@@ -514,26 +516,26 @@ def _of_judges(made: GraderAuditReport) -> list[Finding]:
     ]
 
 
-def _of_parts(made: GraderAuditReport) -> list[Finding]:
+def _of_parts(audit: GraderAuditReport) -> list[Finding]:
     findings: list[Finding] = []
-    if inert := [part.name for part in made.parts if part.inert]:
+    if inert := [part.name for part in audit.parts if part.inert]:
         findings.append(
             (
                 f"of its parts, {', '.join(inert)} gave almost all answers the same score",
-                f"Remove or repair {', '.join(inert)}: such a part teaches nothing.",
+                f"Remove or repair {', '.join(inert)}: such a part adds no signal.",
             )
         )
-    pairs = {tuple(sorted((part.name, other))) for part in made.parts for other in part.redundant_with}
+    pairs = {tuple(sorted((part.name, other))) for part in audit.parts for other in part.redundant_with}
     if pairs:
         shown = "; ".join(" and ".join(pair) for pair in sorted(pairs))
         findings.append((f"parts say the same ({shown})", f"Leave one of them out: {shown}."))
     return findings
 
 
-def _holes(made: GraderAuditReport, counts: Callable[[str], bool]) -> list[str]:
+def _holes(audit: GraderAuditReport, counts: Callable[[str], bool]) -> list[str]:
     """Kinds of wrong answers that pass on most rows."""
     return [
         one.kind
-        for one in made.kinds
+        for one in audit.kinds
         if one.expect == "low" and counts(one.kind) and one.share is not None and one.share["expected"] > HOLE
     ]
