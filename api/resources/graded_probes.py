@@ -12,7 +12,7 @@ from core.results import evals, grader_audit_report
 from core.results.grader_audit_report import GraderAuditReport, ProbeGrade
 from core.storage.datasets import Example
 from graders.build import calls_servers, judge_parts
-from graders.exploits.corpus import AuditedRow, Probe, probes
+from graders.exploits.corpus import AuditedRow, GraderProbe, probes
 from graders.exploits.repeats import repeated
 from graders.exploits.right_answers import right_answer
 from graders.judge.usage import TokenLedger
@@ -40,14 +40,14 @@ class AuditInputs:
     repeats: int = 0  # of the answers that judges grade several times; 0: none
     max_tokens: int | None = None  # of judges
 
-    def probes(self) -> list[Probe]:
+    def probes(self) -> list[GraderProbe]:
         rows = [
             AuditedRow(row.line, row.item, right_answer(self.spec, row.item, self.answer))
             for row in self.rows
         ]
         return list(probes(rows, self.seed))
 
-    def repeated_probes(self, probes_N: Sequence[Probe]) -> list[Probe]:
+    def repeated_probes(self, probes_N: Sequence[GraderProbe]) -> list[GraderProbe]:
         """The probes that judges grade several times."""
         if not self.repeats or not any(judge_parts(self.spec)):
             return []
@@ -92,7 +92,7 @@ async def _grades(
     ledger: TokenLedger,
     graded: Callable[[], None],
     spec: GraderSpec,
-    probes_N: Sequence[Probe],
+    probes_N: Sequence[GraderProbe],
 ) -> list[Grade]:
     pairs = [(Sample.from_text(probe.text, parse_json=True), probe.item) for probe in probes_N]
     async with service.backends.open(spec, owner=project_id, ledger=ledger) as grader:
@@ -123,7 +123,7 @@ class _WithinBudget:
         return await self.grader.grade(sample, item)
 
 
-def _probe_grade(probe: Probe, grade: Grade) -> ProbeGrade:
+def _probe_grade(probe: GraderProbe, grade: Grade) -> ProbeGrade:
     return ProbeGrade(
         kind=probe.kind,
         expect=probe.expect,

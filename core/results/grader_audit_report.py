@@ -131,7 +131,7 @@ class PartOfGrader:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class AuditCoverage:
     """The rows behind the report. `never_graded`: rows of which no probe could be graded."""
 
     rows: int
@@ -157,7 +157,7 @@ class GraderAuditReport:
     noise: Annotated[JudgeNoise | None, Field(description="null: no judge, or no answer was graded twice.")]
     parts: list[PartOfGrader]
     grading: Grading
-    coverage: Coverage
+    coverage: AuditCoverage
 
 
 def report(
@@ -274,11 +274,15 @@ def worst(grades: Sequence[ProbeGrade], threshold: float) -> list[ExampleOfError
     ]
 
 
-def _error(one: ProbeGrade, threshold: float) -> float:
-    """How far a score is on the wrong side of the threshold; -1: it is on the right side, or there is none."""
-    if one.score is None or one.expect == "either" or passes(one.score, threshold) == (one.expect == "high"):
+def _error(probe: ProbeGrade, threshold: float) -> float:
+    """How far a score is on the wrong side of the threshold; -1: it is on the right side, or there is nprobe."""
+    if (
+        probe.score is None
+        or probe.expect == "either"
+        or passes(probe.score, threshold) == (probe.expect == "high")
+    ):
         return -1.0
-    return abs(one.score - threshold)
+    return abs(probe.score - threshold)
 
 
 def sensitivity(grades: Sequence[ProbeGrade]) -> Sensitivity:
@@ -370,9 +374,9 @@ def _is_flat(scores: Sequence[float]) -> bool:
     return most >= INERT * len(ordered)
 
 
-def coverage(grades: Sequence[ProbeGrade], of_rows: int) -> Coverage:
+def coverage(grades: Sequence[ProbeGrade], of_rows: int) -> AuditCoverage:
     lines = {one.line for one in grades}
-    return Coverage(
+    return AuditCoverage(
         rows=len(lines),
         of_rows=of_rows,
         with_right_answer=len({one.line for one in grades if one.kind == RIGHT}),

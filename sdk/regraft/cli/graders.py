@@ -105,11 +105,11 @@ def graders_audit(arguments: argparse.Namespace) -> int:
     )
     audit = audits.wait(begun.id)
     if audit.report is None:
-        raise Refused(audit.error.message if audit.error is not None else f"The audit {audit.id} was canceled.")
+        raise Refused(
+            audit.error.message if audit.error is not None else f"The audit {audit.id} was canceled."
+        )
     report = audit.report
-    rows = [
-        [one.kind, one.expect, one.line, one.score, shortened(one.text, NARROW)] for one in report.worst
-    ]
+    rows = [[one.kind, one.expect, one.line, one.score, shortened(one.text, NARROW)] for one in report.worst]
     worst = f"\n{table(['worst', 'expected', 'line', 'score', 'answer'], rows)}" if rows else ""
     answer(arguments, audit, lambda: "\n".join([report.sentence, *report.advice]) + worst)
     return NO if report.verdict == "stop" else DONE
