@@ -13,7 +13,7 @@ from core.database.engine import Database
 from core.database.states import EVAL_RUN
 from core.database.tables import EvalRun, Pipeline, Preview
 from core.pipelines.lifecycle import FINAL as ENDED_PIPELINES
-from core.results import previews
+from core.results import background
 from tests.evals.conftest import CONFIG, EXACT, completions
 
 ROWS = 30  # of an eval run
@@ -68,7 +68,7 @@ class Others:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for row in self._rows(Preview, self.previews):
-                if previews.error_of(row) == previews.INTERRUPTED:
+                if background.error_of(row) == background.INTERRUPTED:
                     self.previews.remove(row.id)
                     self.interrupted += 1
                     self._preview()
@@ -81,7 +81,7 @@ class Others:
         return [
             *(row.id for row in self._rows(Pipeline, self.pipelines) if row.status not in ENDED_PIPELINES),
             *(row.id for row in self._rows(EvalRun, runs) if row.status not in EVAL_RUN.final),
-            *(row.id for row in self._rows(Preview, self.previews) if row.status == previews.IN_PROGRESS),
+            *(row.id for row in self._rows(Preview, self.previews) if row.status == background.IN_PROGRESS),
         ]
 
     def _rows(self, table: Any, ids: list[str]) -> list[Any]:
@@ -116,7 +116,7 @@ class Others:
             "regrades_failed": sum(row.status != "completed" for row in regrades),
             "previews": len(self.previews),
             "previews_failed": sum(
-                row.status != previews.COMPLETED for row in self._rows(Preview, self.previews)
+                row.status != background.COMPLETED for row in self._rows(Preview, self.previews)
             ),
             "previews_interrupted": self.interrupted,
             "created_twice": all_runs - len(runs) - len(regrades) + all_pipelines - len(self.pipelines),

@@ -270,6 +270,11 @@ class PreviewNotFound(NotFound):
         super().__init__(f"No such preview: {preview_id}", param="preview_id")
 
 
+class GraderAuditNotFound(NotFound):
+    def __init__(self, audit_id: str) -> None:
+        super().__init__(f"No such grader audit: {audit_id}", param="audit_id")
+
+
 class PipelineNotFound(NotFound):
     def __init__(self, pipeline_id: str) -> None:
         super().__init__(f"No such pipeline: {pipeline_id}", param="pipeline_id")

@@ -4,7 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from core.rewards import equal
+
+
+class ShareEstimate(TypedDict):
+    """A share from 0 to 1 with its 95 % confidence interval."""
+
+    low: float
+    expected: float
+    high: float
 
 
 def student(freedom: int) -> float:
@@ -39,3 +49,63 @@ def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dic
         "losses": sum(value < 0 for value in differences),
         "ties": sum(value == 0 for value in differences),
     }
+
+
+def interval(hits_P: Sequence[float], trials_P: Sequence[int]) -> ShareEstimate:
+    """Wilson's interval (1927) for the share of hits among trials in clusters, one per prompt.
+
+    The variance is that of a ratio estimator between clusters (Cochran 1977, eq. 6.13), converted to an effective
+    number
+    of independent trials (Kish 1965), at most that of the trials and at least that of the prompts. If all trials agree,
+    the correlation within a prompt is unknown, so only prompts count. The quantile is Student's, for few prompts.
+    """
+    clusters = [(hits, trials) for hits, trials in zip(hits_P, trials_P, strict=True) if trials]
+    trials, prompts = sum(trials for _, trials in clusters), len(clusters)
+    share = sum(hits for hits, _ in clusters) / trials
+    effective = float(prompts)
+    if prompts > 1 and 0 < share < 1:
+        squares = sum((hits - share * trials) ** 2 for hits, trials in clusters)
+        variance = prompts / (prompts - 1) * squares / trials**2
+        independent = share * (1 - share) / variance if variance else math.inf
+        effective = min(float(trials), max(effective, independent))
+    z = student(max(1, prompts - 1))
+    middle = (share + z * z / (2 * effective)) / (1 + z * z / effective)
+    half = (
+        z / (1 + z * z / effective) * math.sqrt(share * (1 - share) / effective + (z / (2 * effective)) ** 2)
+    )
+    return {"low": max(0.0, middle - half), "expected": share, "high": min(1.0, middle + half)}
+
+
+def average_ranks(values_N: Sequence[float]) -> list[float]:
+    """Ranks from 1; equal values share the mean of their ranks. Rewards that differ by rounding only are equal."""
+    order = sorted(range(len(values_N)), key=lambda index: values_N[index])
+    ranks_N = [0.0] * len(values_N)
+    first = 0
+    while first < len(order):
+        last = first
+        while last + 1 < len(order) and equal(values_N[order[last + 1]], values_N[order[first]]):
+            last += 1
+        for place in range(first, last + 1):
+            ranks_N[order[place]] = (first + last) / 2 + 1
+        first = last + 1
+    return ranks_N
+
+
+def pearson(first_N: Sequence[float], second_N: Sequence[float]) -> float | None:
+    """Pearson's correlation; None if one of the two does not vary."""
+    number = len(first_N)
+    if number < 2:
+        return None
+    mean, other_mean = math.fsum(first_N) / number, math.fsum(second_N) / number
+    deviations = [(a - mean, b - other_mean) for a, b in zip(first_N, second_N, strict=True)]
+    variance, other_variance = (
+        math.fsum(a * a for a, _ in deviations),
+        math.fsum(b * b for _, b in deviations),
+    )
+    scale = math.sqrt(variance * other_variance)
+    return None if scale == 0 else max(-1.0, min(1.0, math.fsum(a * b for a, b in deviations) / scale))
+
+
+def spearman(first_N: Sequence[float], second_N: Sequence[float]) -> float | None:
+    """Spearman's rank correlation with average ranks for ties; None if one of the two does not vary."""
+    return pearson(average_ranks(first_N), average_ranks(second_N))

@@ -179,6 +179,13 @@ def judge_parts(
         yield from judge_parts(sub, f"{param}.graders.{key}")
 
 
+def calls_servers(spec: GraderSpec) -> bool:
+    """Return whether a part asks a judge or an endpoint, whose grades take time and often cost money."""
+    return isinstance(spec, ScoreModelSpec | LabelModelSpec | EndpointSpec) or any(
+        calls_servers(part) for part in parts_of(spec).values()
+    )
+
+
 def environments_of(spec: GraderSpec) -> list[str]:
     """Return the distinct environments of the spec's python graders."""
     return list(dict.fromkeys(part.image_tag or DEFAULT for _, part in python_parts(spec)))
@@ -238,7 +245,7 @@ def graders_of(spec: GraderSpec, row: Item) -> list[SimpleSpec | MultiSpec]:
     return [] if chosen is None else [*(parts_of(chosen).values() or [chosen])]
 
 
-def reference_of(spec: StringCheckSpec | TextSimilaritySpec, row: Item) -> str | None:
+def reference_of(spec: StringCheckSpec | TextSimilaritySpec | MathSpec, row: Item) -> str | None:
     """Return the reference for answers to this row; None if it depends on the answer, or a field is missing."""
     template = Template.parse(spec.reference)
     if any(isinstance(part, Reference) and part.namespace == "sample" for part in template.parts):

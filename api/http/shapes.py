@@ -135,3 +135,13 @@ class Money(BaseModel):
 
     amount: float
     currency: Annotated[str, Field(description="ISO 4217.")]
+
+
+class RunErrorOut(BaseModel):
+    """The error that ended a preview or an audit, and the status that a response with it would have."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    status: int

@@ -270,6 +270,14 @@ def with_method(sent: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "method": {**method, "supervised": {"hyperparameters": top}}}
 
 
+class AuditGate(StrictModel):
+    """Refuses a job whose grader lets wrong answers pass (docs/howto/graders.md)."""
+
+    block_above: Annotated[
+        float, Field(ge=0, le=1, description="The share of wrong answers that may pass, in the newest audit.")
+    ]
+
+
 class JobCreate(Body):
     model: str
     training_file: str
@@ -287,6 +295,8 @@ class JobCreate(Body):
     resources: Annotated[JobResources, BeforeValidator(_empty_for_null)] = JobResources()
     # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
     preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
+    # Extension: extra_body={"audit": {"block_above": 0.05}}. Requires an audit of this grader on this file.
+    audit: AuditGate | None = None
     # Azure's price tier. Accepted and ignored.
     training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
     # Deprecated by OpenAI: those of method.supervised, where `with_method` puts them.
@@ -317,6 +327,14 @@ class JobCreate(Body):
         if preview is not None and method is not None and method.reinforcement is None:
             raise ValueError("only reinforcement jobs have previews")
         return preview
+
+    @field_validator("audit")
+    @classmethod
+    def _has_a_grader(cls, audit: AuditGate | None, info: ValidationInfo) -> AuditGate | None:
+        method = info.data.get("method")
+        if audit is not None and method is not None and method.reinforcement is None:
+            raise ValueError("only reinforcement jobs have a grader to audit")
+        return audit
 
     def reinforcement(self, what: str) -> Reinforcement:
         """method.reinforcement, for a request that is about `what` of it.

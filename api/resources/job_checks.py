@@ -10,7 +10,7 @@ from api.resources.graders import refuse
 from api.resources.integrations import to_rows
 from api.resources.job_body import MAX_MULTIPLIER, JobCreate, Method, Reinforcement
 from api.resources.job_tools import refuse_unusable_tools
-from core.database.tables import Preview, Project
+from core.database.tables import GraderAudit, Preview, Project
 from core.errors import InvalidRequest, NotFound
 from core.jobs import distillation, estimates, full, methods, resources
 from core.jobs.budgets import Price
@@ -22,17 +22,19 @@ from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_O
 from core.jobs.params import GRADER_PARAM, TEACHER_PARAM
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
-from core.results import lineage, previews
+from core.results import grader_audits, lineage, previews
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
 from graders.build import reward_model_parts
+from graders.spec import dump
 
 
 @dataclass(frozen=True)
 class Accepted:
     """The validated parts of a job request, without its files."""
 
+    audit: GraderAudit | None  # that the request asks for
     base_model: str  # aliases are resolved
     parent: Parent | None  # the tuned model that the job trains further
     model: BaseModelEntry
@@ -77,6 +79,37 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
     await refuse_unusable_schema(asked.response_format, where, service, project)
 
 
+def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit | None:
+    """The newest audit of the job's grader on its training file, if the request asks for one.
+
+    Raises:
+        InvalidRequest: there is none, or more wrong answers passed than the request allows.
+    """
+    if body.audit is None:
+        return None
+    spec = dump(body.reinforcement("An audit").grader)
+    with service.database.read() as session:
+        training = files.get_dataset(session, project.id, body.training_file, param="training_file")
+        audit = grader_audits.newest(session, project.id, grader_audits.behavior_of(spec), training.sha256)
+    if audit is None or audit.report is None:
+        raise InvalidRequest(
+            "This grader has no completed audit on this training_file: create one with POST "
+            "/v1/regraft/graders/audit, or leave 'audit' out.",
+            param="audit",
+            code="grader_not_audited",
+        )
+    passed = audit.report["false_positives"]
+    share = 0.0 if passed["share"] is None else passed["share"]["expected"]
+    if share > body.audit.block_above:
+        raise InvalidRequest(
+            f"In the audit {audit.id} {passed['wrong']} of {passed['answers']} wrong answers pass the grader, "
+            f"{share:.3f} of them, and block_above is {body.audit.block_above:g}. {audit.report['sentence']}",
+            param="audit.block_above",
+            code="grader_blocked",
+        )
+    return audit
+
+
 def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     """Check a request that passed `refuse_unusable` against this installation.
 
@@ -93,6 +126,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     refuse_absurd_learning_rate(body.method)
     model = usable_model(body, base_model, service)
     return Accepted(
+        audit=audit_of(body, project, service),
         base_model=base_model,
         parent=parent,
         model=model,

@@ -23,7 +23,7 @@ from core.database.engine import Work
 from core.database.tables import Job, Preview, Project
 from core.jobs import events, fairness, integrations, lifecycle
 from core.jobs.budgets import Price
-from core.results import job_results, previews, tuned_models
+from core.results import grader_audits, job_results, previews, tuned_models
 from core.storage import files
 from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
@@ -126,6 +126,8 @@ def added(
     if preview is not None:
         job.preview = previews.summary(preview)
         events.append(work.session, job.id, previews.sentence(job.preview))
+    if accepted.audit is not None:
+        events.append(work.session, job.id, grader_audits.sentence(accepted.audit))
     if parts is not None:
         events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
     limits = tenants.limits(project, service.settings.default_limits)

@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,41 +14,42 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from api.http.admission import AdmittedRequest
+from api.http import background as background_runs
+from api.http.background import Slot
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.judge_usage import booked_judges
 from api.http.openapi import refusals
-from api.http.shapes import After, Limit, Listing, clamped
+from api.http.shapes import After, Limit, Listing, RunErrorOut, clamped
 from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, read_response
+from api.resources.drawn_rows import draw_rows
 from api.resources.estimates import EstimateInputs, Size
+from api.resources.graded_probes import AuditInputs, audit
 from api.resources.graders import TIMEOUT_S
 from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
 from api.resources.job_checks import refuse_unusable
 from core.asgi import until_gone
 from core.chat import Chat, Served
-from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
+from core.database.tables import Project
 from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
-from core.jobs.job_files import in_words
 from core.jobs.params import FORMAT_PARAM, TOOLS_PARAM
 from core.model_templates import files_of
 from core.outages import Resource
-from core.results import evals, preview_report, previews
+from core.results import background, evals, preview_report, previews
+from core.results.grader_audit_report import GraderAuditReport
 from core.results.preview_report import (
     Grading,
     PreviewAnswer,
     PreviewPrompt,
     PreviewSampling,
-    ShareEstimate,
     ShownPrompt,
     Signal,
     Spread,
@@ -57,11 +57,11 @@ from core.results.preview_report import (
 )
 from core.results.previews import PreviewResults
 from core.retry import RetryPolicy
-from core.storage import datasets
-from core.storage.datasets import Example, InvalidDataset, LineError
-from core.storage.store import BlobStore
+from core.statistics import ShareEstimate
+from core.storage.datasets import Example
 from core.tenancy import tenants
 from core.tool_parsers import NO_FORMAT, tools_problem
+from graders.build import calls_servers, reward_model_parts
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
@@ -74,7 +74,6 @@ router = APIRouter(prefix="/regraft/previews", tags=["regraft"])
 MAX_ANSWERS = 512
 PREVIEW = "A preview"
 REQUESTS_AT_ONCE = 64
-PROGRESS_SECONDS = 1.0
 # Of the answers and rows of one page: a row may have megabytes, and each of its answers repeats it.
 MAX_LISTED_BYTES = 8 << 20
 
@@ -119,6 +118,13 @@ class PreviewReportOut(Size):
     sampling: PreviewSampling
     verdict: Verdict
     recommendation: str
+    audit: Annotated[
+        GraderAuditReport | None,
+        Field(
+            description="Of the grader on these rows (docs/howto/graders.md); null: it calls a server, or needs the "
+            "weights of a reward model."
+        ),
+    ] = None
 
 
 class PreviewProgressOut(BaseModel):
@@ -136,16 +142,6 @@ class PreviewProgressOut(BaseModel):
     ] = None
 
 
-class PreviewErrorOut(BaseModel):
-    """The error that ended a preview, and the status that a response with it would have."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    status: int
-
-
 class PreviewOut(BaseModel):
     """A preview. `request` is the body that created it; values of grader headers are masked."""
 
@@ -161,22 +157,22 @@ class PreviewOut(BaseModel):
     ]
     progress: PreviewProgressOut
     report: Annotated[PreviewReportOut | None, Field(description="Once it is completed.")]
-    error: PreviewErrorOut | None
+    error: RunErrorOut | None
 
     @classmethod
     def of(cls, row: PreviewRow) -> "PreviewOut":
-        error = previews.error_of(row)
+        error = background.error_of(row)
         request = dict(row.request)
         return cls(
             id=row.id,
             created_at=row.created_at,
             finished_at=row.finished_at,
-            status=previews.status_of(row),
+            status=background.status_of(row),
             answers_of=request.pop("answers_of"),
             request=request,
             progress=PreviewProgressOut(**row.progress),
             report=None if row.report is None else PreviewReportOut(**row.report),
-            error=None if error is None else PreviewErrorOut(**error),
+            error=None if error is None else RunErrorOut(**error),
         )
 
 
@@ -300,27 +296,6 @@ class Completion:
         return bool(self.reasoning) and not self.text and not self.tool_calls and self.cut_off
 
 
-class Slot:
-    """A place among the concurrent previews, held until its grading thread has ended.
-
-    That thread continues after a disconnect or a timeout. Otherwise repeated requests could occupy all threads.
-    """
-
-    def __init__(self, place: AdmittedRequest) -> None:
-        self._place = place
-        self._grading: asyncio.Task[Any] | None = None
-
-    async def in_thread(self, call: Callable[[], T]) -> T:
-        grading = self._grading = asyncio.create_task(asyncio.to_thread(call))
-        return await asyncio.shield(grading)
-
-    def release(self) -> None:
-        if self._grading is None:
-            self._place.leave()
-        else:
-            self._grading.add_done_callback(lambda ended: self._place.leave())
-
-
 def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepared:
     """Runs in a thread, because it reads the database and files."""
     with service.database.read() as session:
@@ -329,7 +304,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
             raise beyond
         tenants.free_storage(session, project.id, limits)
     asked = sizes.estimate_inputs(body, project, service)
-    rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
+    rows, _ = draw_rows(service.blobs, asked.training, body.rows, body.seed or 0)
     weights = _weights(body, asked, project, service)
     _refuse_tools(body, asked, rows, service)
     chats = [_chat(body, asked, weights, row, member) for row in rows for member in range(body.samples)]
@@ -446,16 +421,10 @@ async def create_preview(
             previews.add(work, row)
             return PreviewOut.of(row)
 
-    try:
-        made = await to_thread.run_sync(add)
-    except BaseException:
-        slot.release()
-        raise
-    running = asyncio.create_task(_run(made.id, prepared, service, upstream, slot))
-    service.tasks.add(running)
-    running.add_done_callback(service.tasks.discard)
-    running.add_done_callback(lambda ended: slot.release())
-    return made
+    async def run(added: PreviewOut) -> None:
+        await _run(added.id, prepared, service, upstream, slot)
+
+    return await background_runs.begin(service, slot, add, run)
 
 
 @router.get("")
@@ -463,7 +432,7 @@ def list_previews(
     project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
 ) -> Listing[PreviewOut]:
     """List the previews of the project, newest first."""
-    page = previews.page(session, project.id, after=after, limit=clamped(limit))
+    page = background.page(session, PreviewRow, project.id, after=after, limit=clamped(limit))
     return Listing(data=[PreviewOut.of(row) for row in page.items], has_more=page.has_more)
 
 
@@ -520,52 +489,21 @@ def delete_preview(preview_id: str, project: CurrentProject, uow: UnitOfWork) ->
 
 
 async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: Upstream, slot: Slot) -> None:
-    """Run the preview, write its progress once a second, and store how it ends."""
     progress = PreviewProgress("loading", of=len(prepared.chats))
-    working = asyncio.create_task(
-        _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
-    )
-
-    retry = RetryPolicy(service.settings.patience_seconds, log.warning)
-
-    def write_once(write: Callable[..., bool], *values: Any) -> bool:
-        with service.database.write() as session:
-            return write(session, preview_id, *values)
-
-    async def written(write: Callable[..., bool], *values: Any) -> bool:
-        return await retry.call_async(partial(asyncio.to_thread, write_once, write, *values))
-
-    try:
-        while not (await asyncio.wait([working], timeout=PROGRESS_SECONDS))[0]:
-            if not await written(previews.renew, asdict(progress)):
-                return  # canceled or deleted
-        await written(previews.complete, asdict(progress), working.result())
-    except ServiceError as refused:
-        await written(previews.fail, _error(refused))
-    except Exception:
-        log.exception("the preview %s failed", preview_id)
-        broken = ServiceError("The preview failed by an error of the server, which is in its log.")
-        await written(previews.fail, _error(broken))
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-
-
-async def _in_time(work: Awaitable[PreviewResults], seconds: float) -> PreviewResults:
-    """Raise InvalidRequest if the preview takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError:
-        raise InvalidRequest(
-            f"The preview took longer than {seconds:.0f} s. Request fewer rows or samples, or shorter answers.",
+    await background_runs.run(
+        service,
+        PreviewRow,
+        preview_id,
+        _previewed(prepared, service, upstream, slot, progress),
+        what="preview",
+        too_slow=InvalidRequest(
+            f"The preview took longer than {service.preview_seconds:.0f} s. Request fewer rows or samples, or shorter "
+            "answers.",
             code="preview_too_slow",
-        ) from None
-
-
-def _error(error: ServiceError) -> dict[str, Any]:
-    """An error as a response would have it, with its status."""
-    return {**error.envelope()["error"], "status": error.status_code}
+        ),
+        progress=lambda: asdict(progress),
+        complete=previews.complete,
+    )
 
 
 async def _previewed(
@@ -600,7 +538,10 @@ async def _previewed(
     estimate = prepared.inputs.estimate(
         partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
     )
-    made = PreviewReportOut(**prepared.inputs.size(), **vars(report), estimate=estimate, reason=None)
+    audit = await slot.in_thread(partial(_audited, prepared, service))
+    made = PreviewReportOut(
+        **prepared.inputs.size(), **vars(report), estimate=estimate, reason=None, audit=audit
+    )
     places = [(row, member) for row in prepared.rows for member in range(samples)]
     answers = [
         _answer_fields(row, member, completion, grade, answer)
@@ -659,25 +600,6 @@ def _answer_fields(
         "sub_scores": {name: part.score for name, part in grade.sub_grades.items()} or None,
         "output": grade.output or None,
     } | ({"item": row.item} if member == 0 else {})
-
-
-def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Example]:
-    """A uniform sample of the rows, or all if there are fewer; only the chosen ones are held in memory.
-
-    Raises:
-        InvalidRequest: a line of the file is invalid.
-    """
-    chosen: list[Example] = []
-    draw = random.Random(f"{seed}/preview")
-    for number, row in enumerate(datasets.read_rows(blobs.open(file.blob_key))):
-        if isinstance(row, LineError):
-            message = in_words(InvalidDataset([row]), blobs, file, "reinforcement", "training_file")
-            raise InvalidRequest(message, param="training_file", code="invalid_training_file")
-        if number < count:
-            chosen.append(row)
-        elif (place := draw.randrange(number + 1)) < count:
-            chosen[place] = row
-    return sorted(chosen, key=lambda row: row.line)
 
 
 def _chat(
@@ -797,6 +719,16 @@ def _graded(
             return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded), ledger.total
 
     return asyncio.run(grade())
+
+
+def _audited(prepared: Prepared, service: Service) -> GraderAuditReport | None:
+    """Audit the grader on the rows of the preview, if that is free. Runs in a thread."""
+    OWNER.set(prepared.project_id)
+    spec = prepared.body.reinforcement(PREVIEW).grader
+    if calls_servers(spec) or any(reward_model_parts(spec)):
+        return None
+    inputs = AuditInputs(spec, prepared.rows, prepared.inputs.train_rows, seed=prepared.body.seed or 0)
+    return asyncio.run(audit(inputs, service, prepared.project_id))
 
 
 def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:

@@ -37,7 +37,7 @@ router = APIRouter(prefix="/regraft/jobs/{job_id}", tags=["regraft"])
 LARGEST_STEP = 999_999_999
 
 
-class RegradeBudget(StrictModel):
+class JudgeBudget(StrictModel):
     """A cap on the tokens of judges."""
 
     tokens: Cap
@@ -51,7 +51,7 @@ class RegradeCreate(Body):
     split: Split | None = None
     step_from: Annotated[int, Field(ge=0, le=LARGEST_STEP)] = 0
     step_to: Annotated[int, Field(ge=0, le=LARGEST_STEP)] = LARGEST_STEP
-    budget: RegradeBudget | None = None
+    budget: JudgeBudget | None = None
 
     @model_validator(mode="after")
     def _is_a_range(self) -> "RegradeCreate":

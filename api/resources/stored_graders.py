@@ -27,6 +27,7 @@ from core.database.tables import GoldenCase, GraderVersion, Project, StoredGrade
 from core.errors import InvalidRequest
 from core.golden_cases import MAX_CASES, NewCase
 from core.masking import hide_secrets
+from core.results.grader_audit_report import ErrorRate, Outcome
 from core.storage.datasets import MAX_DEPTH, is_nested_too_deeply
 from core.strict import StrictModel
 from core.tenancy import tenants
@@ -75,6 +76,18 @@ class StoredGraderOut(BaseModel):
     grader: Annotated[dict[str, Any], Field(description="The specification; header values are masked.")]
 
 
+class AuditedOut(BaseModel):
+    """The main results of an audit (docs/howto/graders.md)."""
+
+    id: str
+    created_at: int
+    verdict: Outcome
+    sentence: str
+    false_positives: ErrorRate
+    false_negatives: ErrorRate
+    correlation: float | None
+
+
 class GraderVersionOut(BaseModel):
     """A version of a stored grader. `id` is its hash."""
 
@@ -86,6 +99,7 @@ class GraderVersionOut(BaseModel):
     is_current: bool
     note: str
     grader: dict[str, Any]
+    audit: Annotated[AuditedOut | None, Field(description="Its newest audit; null: it has none.")]
 
     @classmethod
     def of(cls, grader: StoredGrader, row: GraderVersion) -> "GraderVersionOut":
@@ -97,6 +111,7 @@ class GraderVersionOut(BaseModel):
             is_current=row.version == grader.version,
             note=row.note,
             grader=hide_secrets(row.spec),
+            audit=None if row.audit is None else AuditedOut(**row.audit),
         )
 
 

@@ -372,7 +372,26 @@ class Event(Table):
     superseded: Mapped[bool] = mapped_column(Boolean, default=False)
 
 
-class Preview(Table):
+class BackgroundRun(Table):
+    """Work that a process of the API does in the background (core/results/background.py)."""
+
+    __abstract__ = True
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str]
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    request: Mapped[dict[str, Any]]  # as it is shown: values of grader headers are masked
+    training_sha256: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), default="in_progress")
+    progress: Mapped[dict[str, Any]]
+    report: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The process that does it renews this; a run past it has lost its process.
+    lease_expires_at: Mapped[float] = mapped_column(Double)
+
+
+class Preview(BackgroundRun):
     """Answers of a base model to a few rows, graded as a job would (core/results/previews.py)."""
 
     __tablename__ = "previews"
@@ -381,24 +400,26 @@ class Preview(Table):
         Index(None, "project_id", "training_sha256"),
         Index(None, "finished_at"),
     )
-    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("prev_"))
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
-    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
-    request: Mapped[dict[str, Any]]  # as it is shown: values of grader headers are masked
     # Hashes of the parts of the request on which its answers and grades depend, by name.
     parts: Mapped[dict[str, Any]]
-    training_sha256: Mapped[str] = mapped_column(String(64))
-    status: Mapped[str] = mapped_column(String(16), default="in_progress")
-    progress: Mapped[dict[str, Any]]
-    report: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     # Mean answer lengths by row and the speed, for the estimates of the same job.
     measured: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     answers: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
-    # The process that runs it renews this; a preview past it has lost its process.
-    lease_expires_at: Mapped[float] = mapped_column(Double)
+
+
+class GraderAudit(BackgroundRun):
+    """A grader tried on probes made from the rows of a file (core/results/grader_audits.py)."""
+
+    __tablename__ = "grader_audits"
+    __table_args__ = (
+        Index(None, "project_id", "seq"),
+        Index(None, "project_id", "training_sha256"),
+        Index(None, "finished_at"),
+    )
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("graderaudit_"))
+    version: Mapped[str] = mapped_column(String(64))  # of the specification, as a stored grader has it
+    behavior_sha256: Mapped[str] = mapped_column(String(64))  # of the specification without names
 
 
 class StepMetric(Table):
@@ -545,6 +566,8 @@ class GraderVersion(Table):
     note: Mapped[str] = mapped_column(String(1024), default="")
     bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    # The result of its newest audit (core/results/grader_audits.py); None: it has none.
+    audit: Mapped[dict[str, Any] | None] = mapped_column(default=None)
 
 
 class GoldenCase(Table):

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from core.jobs.estimates import quantile
 from core.rewards import all_equal, equal
-from core.statistics import student
+from core.statistics import ShareEstimate, interval
 
 GROUP_SIZES = (2, 4, 8, 16, 32)
 # Shares of groups with signal at the job's group size: a job is mostly wasted below the first, and good above the
@@ -63,14 +62,6 @@ class ShownPrompt:
     tokens: int
     rewards: list[float | None]
     answer: str
-
-
-class ShareEstimate(TypedDict):
-    """A share from 0 to 1 with its 95 % confidence interval."""
-
-    low: float
-    expected: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -268,31 +259,6 @@ def with_signal(rewards_N: Sequence[Sequence[float]], group_size: int) -> float:
         math.comb(count + nothing, group_size) - math.comb(nothing, group_size) for count in values.values()
     )
     return 1.0 - silent / math.comb(len(rewards_N), group_size)
-
-
-def interval(hits_P: Sequence[float], trials_P: Sequence[int]) -> ShareEstimate:
-    """Wilson's interval (1927) for the share of hits among trials in clusters, one per prompt.
-
-    The variance is that of a ratio estimator between clusters (Cochran 1977, eq. 6.13), converted to an effective
-    number
-    of independent trials (Kish 1965), at most that of the trials and at least that of the prompts. If all trials agree,
-    the correlation within a prompt is unknown, so only prompts count. The quantile is Student's, for few prompts.
-    """
-    clusters = [(hits, trials) for hits, trials in zip(hits_P, trials_P, strict=True) if trials]
-    trials, prompts = sum(trials for _, trials in clusters), len(clusters)
-    share = sum(hits for hits, _ in clusters) / trials
-    effective = float(prompts)
-    if prompts > 1 and 0 < share < 1:
-        squares = sum((hits - share * trials) ** 2 for hits, trials in clusters)
-        variance = prompts / (prompts - 1) * squares / trials**2
-        independent = share * (1 - share) / variance if variance else math.inf
-        effective = min(float(trials), max(effective, independent))
-    z = student(max(1, prompts - 1))
-    middle = (share + z * z / (2 * effective)) / (1 + z * z / effective)
-    half = (
-        z / (1 + z * z / effective) * math.sqrt(share * (1 - share) / effective + (z / (2 * effective)) ** 2)
-    )
-    return {"low": max(0.0, middle - half), "expected": share, "high": min(1.0, middle + half)}
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -1,7 +1,4 @@
-"""Stored previews: a row for each, with its progress, its report and its answers.
-
-The API process that received the request runs the preview (api/resources/previews.py) and renews its lease, by the
-clock of the database. A preview whose lease has expired lost its process, and counts as failed.
+"""Stored previews: runs in the background (core/results/background.py) with the answers and their grades.
 
 Two requests are of one kind if their `parts` are equal: hashes of the model, of the content of the training file, of
 the grader and of the settings of sampling. A job shows the newest completed preview of its kind.
@@ -13,28 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, or_, select, update
-from sqlalchemy.orm import Session, object_session
+from sqlalchemy import Select, select
+from sqlalchemy.orm import Session
 
 from core.database import pages
-from core.database.engine import Work, db_now
-from core.database.pages import Page
-from core.database.tables import Preview, now
+from core.database.engine import Work
+from core.database.tables import Preview
 from core.errors import InvalidRequest, PreviewNotFound
 from core.jobs.hyperparameters import Resolved
 from core.model_checks import source_of
 from core.registry import BaseModelEntry
-
-IN_PROGRESS, COMPLETED, FAILED, CANCELED = "in_progress", "completed", "failed", "canceled"
-LEASE_SECONDS = 30.0
-MAX_KEPT = 200  # previews of a project; a new one deletes the oldest beyond these
-INTERRUPTED = {
-    "message": "The server that ran this preview was stopped. Create it again.",
-    "type": "server_error",
-    "param": None,
-    "code": "interrupted",
-    "status": 503,
-}
+from core.results import background
 
 
 @dataclass(frozen=True)
@@ -82,35 +68,17 @@ def _hash(value: Any) -> str:
 
 
 def add(work: Work, preview: Preview) -> None:
-    """Add a preview that is about to run, and delete the oldest ended ones beyond MAX_KEPT."""
-    session = work.session
-    pages.keep_order(session, preview.project_id)
-    preview.lease_expires_at = session.scalars(select(db_now())).one() + LEASE_SECONDS
-    session.add(preview)
-    session.flush()
+    """Add a preview that is about to run."""
+    background.add(work.session, preview)
     work.record("preview.created", preview.id, {"model": preview.request["model"]})
-    beyond = session.scalars(
-        select(Preview)
-        .where(Preview.project_id == preview.project_id, _ended())
-        .order_by(Preview.seq.desc())
-        .offset(MAX_KEPT - 1)
-    )
-    for old in beyond.all():
-        pages.delete_row(session, old, owner=old.project_id)
 
 
 def get(session: Session, project_id: str, preview_id: str) -> Preview:
     """Raises PreviewNotFound: the project has no such preview."""
-    found = session.scalar(select(Preview).where(Preview.id == preview_id, Preview.project_id == project_id))
+    found = background.find(session, Preview, project_id, preview_id)
     if found is None:
         raise PreviewNotFound(preview_id)
     return found
-
-
-def page(session: Session, project_id: str, *, after: str | None, limit: int) -> Page[Preview]:
-    """Newest first."""
-    statement = select(Preview).where(Preview.project_id == project_id)
-    return pages.newest_first(session, statement, Preview, after=after, limit=limit, owner=project_id)
 
 
 def answers(session: Session, preview: Preview) -> list[dict[str, Any]]:
@@ -118,72 +86,23 @@ def answers(session: Session, preview: Preview) -> list[dict[str, Any]]:
     return session.scalar(select(Preview.answers).where(Preview.id == preview.id)) or []
 
 
-def status_of(preview: Preview) -> str:
-    return FAILED if _is_lost(preview) else preview.status
-
-
-def error_of(preview: Preview) -> dict[str, Any] | None:
-    return INTERRUPTED if _is_lost(preview) else preview.error
-
-
-def _is_lost(preview: Preview) -> bool:
-    if preview.status != IN_PROGRESS:
-        return False
-    session = object_session(preview)
-    assert session is not None, "a preview is shown in the session that has read it"
-    return session.scalar(select(Preview.id).where(Preview.id == preview.id, _ended())) is not None
-
-
-def _ended() -> ColumnElement[bool]:
-    """Whether a preview has ended or its lease has. A lease beyond the next is from before the clock was set back."""
-    held = Preview.lease_expires_at.between(db_now(), db_now() + 2 * LEASE_SECONDS)
-    return or_(Preview.status != IN_PROGRESS, ~held)
-
-
-def renew(session: Session, preview_id: str, progress: Mapping[str, Any]) -> bool:
-    """Write the progress. Returns False if the preview was canceled or deleted."""
-    values = {"progress": dict(progress), "lease_expires_at": db_now() + LEASE_SECONDS}
-    return _change(session, preview_id, values)
-
-
 def complete(
     session: Session, preview_id: str, progress: Mapping[str, Any], finished: PreviewResults
 ) -> bool:
     """Store the results. Returns False if the preview was canceled or deleted meanwhile."""
-    values = {**vars(finished), "progress": dict(progress), "status": COMPLETED, "finished_at": now()}
-    return _change(session, preview_id, values)
-
-
-def fail(session: Session, preview_id: str, error: Mapping[str, Any]) -> bool:
-    return _change(session, preview_id, {"error": dict(error), "status": FAILED, "finished_at": now()})
+    return background.complete(session, Preview, preview_id, progress, vars(finished))
 
 
 def cancel(work: Work, preview: Preview) -> None:
-    """Cancel a preview; its process notices within a second. One that has ended stays as it is."""
-    if _change(work.session, preview.id, {"status": CANCELED, "finished_at": now()}):
+    """Cancel a preview. One that has ended stays as it is."""
+    if background.cancel(work.session, preview):
         work.record("preview.cancelled", preview.id)
-    work.session.refresh(preview)
 
 
 def remove(work: Work, preview: Preview) -> None:
     """Delete a preview. One in progress is canceled."""
     pages.delete_row(work.session, preview, owner=preview.project_id)
     work.record("preview.deleted", preview.id)
-
-
-def delete_old(session: Session, before: float, most: int) -> int:
-    """Delete at most `most` previews that ended before this Unix time, and return their number."""
-    lost = (Preview.status == IN_PROGRESS) & (Preview.lease_expires_at < before)
-    ended = or_(Preview.finished_at < before, lost)
-    old = session.scalars(select(Preview.id).where(ended).limit(most)).all()
-    session.execute(delete(Preview).where(Preview.id.in_(old)))
-    return len(old)
-
-
-def _change(session: Session, preview_id: str, values: dict[str, Any]) -> bool:
-    change = update(Preview).where(Preview.id == preview_id, Preview.status == IN_PROGRESS).values(**values)
-    changed = session.execute(change.execution_options(synchronize_session=False))
-    return bool(changed.rowcount)  # type: ignore[attr-defined]
 
 
 def has_some(session: Session, project_id: str, training_sha256: str) -> bool:
@@ -222,7 +141,7 @@ def _completed(project_id: str, training_sha256: str) -> Select[Preview]:
     return select(Preview).where(
         Preview.project_id == project_id,
         Preview.training_sha256 == training_sha256,
-        Preview.status == COMPLETED,
+        Preview.status == background.COMPLETED,
     )
 
 
@@ -236,7 +155,7 @@ def preview_of_job(session: Session, project_id: str, preview_id: str, wanted: M
         found = get(session, project_id, preview_id)
     except PreviewNotFound as missing:
         raise InvalidRequest(missing.message, param="preview") from None
-    if found.status != COMPLETED:
+    if found.status != background.COMPLETED:
         raise InvalidRequest(f"The preview {preview_id} is not completed.", param="preview")
     if other := [name for name, value in wanted.items() if found.parts.get(name) != value]:
         raise InvalidRequest(

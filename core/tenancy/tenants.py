@@ -22,6 +22,7 @@ from core.database.tables import (
     EvalRun,
     File,
     GoldenCase,
+    GraderAudit,
     GraderVersion,
     Job,
     Organization,
@@ -208,7 +209,7 @@ def storage_used_up(session: Session, project_id: str, limits: Limits) -> QuotaE
     """The limit on stored bytes if the project has reached it."""
     if limits.storage_bytes is None or (used := stored_bytes(session, project_id)) < limits.storage_bytes:
         return None
-    hint = "delete files, eval runs or previews; the operator can raise the limit"
+    hint = "delete files, eval runs, previews or grader audits; the operator can raise the limit"
     return QuotaExceeded("storage_bytes", used=used, maximum=limits.storage_bytes, hint=hint)
 
 
@@ -301,7 +302,7 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 def stored_bytes(session: Session, project_id: str) -> int:
     """Bytes of all that a project can delete: files, results among them, multipart uploads, evals, runs, stored graders
-    and previews.
+    with their audits, and previews.
 
     A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.
@@ -338,11 +339,15 @@ def stored_bytes(session: Session, project_id: str) -> int:
         .where(StoredGrader.project_id == project_id)
         for table in (GraderVersion, GoldenCase)
     ]
-    previews = [
-        select(func.sum(func.length(cast(column, Text)))).where(Preview.project_id == project_id)
-        for column in (Preview.request, Preview.report, Preview.answers)
+    runs = [
+        select(func.sum(func.length(cast(column, Text)))).where(table.project_id == project_id)
+        for table, columns in (
+            (Preview, (Preview.request, Preview.report, Preview.answers)),
+            (GraderAudit, (GraderAudit.request, GraderAudit.report)),
+        )
+        for column in columns
     ]
-    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *evals, *graders, *previews)
+    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *evals, *graders, *runs)
     return sum(int(session.scalar(one) or 0) for one in counted)
 
 

@@ -115,6 +115,7 @@ def upgrade() -> None:
         sa.Column("note", sa.String(length=1024), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
+        sa.Column("audit", sa.JSON(), nullable=True),
         sa.PrimaryKeyConstraint("seq", name="pk_grader_versions"),
         sa.UniqueConstraint("grader_id", "version", name="uq_grader_versions_grader_id_version"),
     )
@@ -519,6 +520,32 @@ def upgrade() -> None:
     op.create_index("ix_pipelines_status_next_run_at", "pipelines", ["status", "next_run_at"])
 
     op.create_table(
+        "grader_audits",
+        sa.Column("seq", SEQ, autoincrement=True, nullable=False),
+        sa.Column("id", sa.String(length=64), nullable=False),
+        sa.Column("project_id", sa.String(length=64), nullable=False),
+        sa.Column("created_at", sa.BigInteger(), nullable=False),
+        sa.Column("finished_at", sa.BigInteger(), nullable=True),
+        sa.Column("request", sa.JSON(), nullable=False),
+        sa.Column("training_sha256", sa.String(length=64), nullable=False),
+        sa.Column("version", sa.String(length=64), nullable=False),
+        sa.Column("behavior_sha256", sa.String(length=64), nullable=False),
+        sa.Column("status", sa.String(length=16), nullable=False),
+        sa.Column("progress", sa.JSON(), nullable=False),
+        sa.Column("report", sa.JSON(), nullable=True),
+        sa.Column("error", sa.JSON(), nullable=True),
+        sa.Column("lease_expires_at", sa.Double(), nullable=False),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_grader_audits_project_id"),
+        sa.PrimaryKeyConstraint("seq", name="pk_grader_audits"),
+        sa.UniqueConstraint("id", name="uq_grader_audits_id"),
+    )
+    op.create_index("ix_grader_audits_finished_at", "grader_audits", ["finished_at"])
+    op.create_index("ix_grader_audits_project_id_seq", "grader_audits", ["project_id", "seq"])
+    op.create_index(
+        "ix_grader_audits_project_id_training_sha256", "grader_audits", ["project_id", "training_sha256"]
+    )
+
+    op.create_table(
         "previews",
         sa.Column("seq", SEQ, autoincrement=True, nullable=False),
         sa.Column("id", sa.String(length=64), nullable=False),
@@ -649,6 +676,7 @@ def downgrade() -> None:
     op.drop_table("project_usage")
     op.drop_table("project_turns")
     op.drop_table("previews")
+    op.drop_table("grader_audits")
     op.drop_table("pipelines")
     op.drop_table("model_usage")
     op.drop_table("memory_limits")

@@ -21,6 +21,7 @@ from regraft.requests import Source, read_grader
 from regraft.resources.aliases import AsyncAliases
 from regraft.resources.checkpoints import AsyncCheckpoints
 from regraft.resources.evals import AsyncEvals
+from regraft.resources.grader_audits import AsyncGraderAudits
 from regraft.resources.graders import AsyncGraders
 from regraft.resources.jobs import AsyncJobs
 from regraft.resources.pipelines import AsyncPipelines
@@ -50,8 +51,8 @@ class Datasets:
 
 class AsyncRegraft(openai.AsyncOpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
-    `checkpoints`, `aliases`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and
-    `profile`.
+    `checkpoints`, `aliases`, `graders`, `grader_audits`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`,
+    `preview` and `profile`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -96,6 +97,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def evals(self) -> AsyncEvals:
         return AsyncEvals(self)
+
+    @cached_property
+    def grader_audits(self) -> AsyncGraderAudits:
+        return AsyncGraderAudits(self)
 
     @cached_property
     def pipelines(self) -> AsyncPipelines:

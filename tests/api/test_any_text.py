@@ -125,6 +125,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "/v1/regraft/estimate": (SMALL_JOB, {}),
     "/v1/regraft/previews": (SMALL_JOB, {}),
+    "/v1/regraft/graders/audit": ({"grader": GRADER, "training_file": "{file_id}"}, {"audit_id": "id"}),
     "/v1/regraft/jobs/validate": ({"job": SMALL_JOB}, {}),
     "/v1/regraft/aliases": ({"name": "prod", "model": "tiny"}, {"alias": "name"}),
     "/v1/regraft/files/{file_id}/profile": ({"model": "tiny", "grader": GRADER}, {}),

@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 from api.app import create_app
 from core.database.tables import Preview
 from core.registry import BaseModelEntry, Registry
-from core.results import previews
+from core.results import background
 from core.settings import Settings
 from core.storage.datasets import Example
 from core.tenancy import tenants
@@ -487,7 +487,7 @@ def test_only_the_newest_previews_of_a_project_are_kept(
             for column in Preview.__table__.columns
             if column.name not in ("seq", "id")
         }
-        session.add_all([Preview(**columns) for _ in range(previews.MAX_KEPT - 1)])
+        session.add_all([Preview(**columns) for _ in range(background.MAX_KEPT - 1)])
 
     created(web, asked)
 

@@ -16,6 +16,7 @@ from core.database.migrate import upgrade
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
+    GraderAudit,
     Preview,
     StepMetric,
     TunedModel,
@@ -120,9 +121,11 @@ def settle(house: House) -> dict[str, str]:
         )
         preview.training_sha256, preview.lease_expires_at = "", 0.0
         preview.progress = {"phase": "loading", "of": 4, "sampled": 0, "graded": 0}
-        session.add(preview)
+        audit = GraderAudit(project_id=house.project.id, request={}, version="", behavior_sha256="")
+        audit.training_sha256, audit.lease_expires_at, audit.progress = "", 0.0, {"of": 4, "graded": 0}
+        session.add_all([preview, audit])
         session.flush()
-        preview_id = preview.id
+        preview_id, audit_id = preview.id, audit.id
         session.add(
             Checkpoint(
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
@@ -168,6 +171,7 @@ def settle(house: House) -> dict[str, str]:
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
         "preview_id": preview_id,
+        "audit_id": audit_id,
         "rollout_id": "rollout_2_t_0_0",
         "checkpoint_id": "ftckpt_1",
         "delivery_id": "wh_1",
@@ -285,6 +289,8 @@ def bodies(ids: Mapping[str, str], own: Mapping[str, str]) -> Iterator[tuple[str
         for teacher in (ids["model"], ids["job_id"]):
             distillation = {"hyperparameters": {"teacher": teacher}}
             yield path, job | {"method": {"type": "distillation", "distillation": distillation}}
+    yield "/v1/regraft/graders/audit", {"grader": GRADER, "training_file": ids["file_id"]}
+    yield "/v1/regraft/graders/audit", {"grader": grader, "training_file": own["file_id"]}
     for name in ("model", "alias"):
         chat = {"model": ids[name], "messages": [{"role": "user", "content": "a"}]}
         yield "/v1/chat/completions", chat
@@ -465,6 +471,7 @@ def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows:
         "/v1/fine_tuning/jobs",
         "/v1/fine_tuning/jobs?metadata[team]=a",
         "/v1/regraft/previews",
+        "/v1/regraft/grader_audits",
         "/v1/regraft/graders",
         "/v1/regraft/aliases",
     ],

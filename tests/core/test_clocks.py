@@ -22,7 +22,7 @@ from core.database.tables import (
     Upload,
 )
 from core.evals import batches, lifecycle
-from core.results import previews
+from core.results import background
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from tests import factories
@@ -155,4 +155,4 @@ def test_a_preview_lives_as_long_as_its_lease_by_the_clock_of_the_database(
         session.add(preview)
         session.flush()
 
-        assert previews.status_of(preview) == status
+        assert background.status_of(preview) == status

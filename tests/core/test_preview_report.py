@@ -14,11 +14,11 @@ from core.results.preview_report import (
     PreviewAnswer,
     PreviewPrompt,
     PreviewReport,
-    interval,
     report,
     signal,
     with_signal,
 )
+from core.statistics import interval
 
 RIGHT, WRONG, UNGRADED = (1.0,), (0.0,), ()
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from core.results.grader_audit_report import ProbeGrade, report
 from graders.build import NotConfigured, build
+from graders.exploits.corpus import AuditedRow, probes
+from graders.exploits.right_answers import right_answer
 from graders.run import grade_all
 from graders.spec import dump, parse_grader
 from graders.types import Sample
@@ -17,6 +20,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "graders.md").read_text()
 EXAMPLES = re.findall(r"Score:\s+([^\n]+)\n\n```json\n(.*?)```", PAGE, re.DOTALL)
 SAMPLE = Sample("<think>6 * 7</think><answer>42</answer>")
 ITEM = {"answer": "42", "question": "6 * 7?"}
+AUDITED = re.findall(r"^- (stop|go): `(.*?)`$", PAGE, re.MULTILINE)
+TOPICS = ("sports", "music", "law")
 
 
 def test_every_example_says_its_score() -> None:
@@ -41,3 +46,34 @@ def test_an_example_gets_the_score_it_says(score: Any, example: Any) -> None:
 def test_an_example_that_asks_someone_cannot_be_built_without_them(score: Any, example: Any) -> None:
     with pytest.raises(NotConfigured):
         build(parse_grader(json.loads(example)))
+
+
+def test_three_audited_graders_are_bad_and_three_are_good() -> None:
+    assert [verdict for verdict, _ in AUDITED] == ["stop"] * 3 + ["go"] * 3
+
+
+@pytest.mark.parametrize(("verdict", "example"), AUDITED)
+def test_an_audited_grader_gets_the_verdict_on_the_page(verdict: str, example: str) -> None:
+    spec = parse_grader(json.loads(example))
+    rows = [
+        {"messages": [{"role": "user", "content": f"Text {n}?"}], "answer": TOPICS[n % 3], "kind": "topic"}
+        for n in range(12)
+    ]
+    some = list(probes([AuditedRow(line, row, right_answer(spec, row)) for line, row in enumerate(rows)]))
+    grades = asyncio.run(
+        grade_all(build(spec), [(Sample.from_text(one.text, parse_json=True), one.item) for one in some])
+    )
+
+    found = report(
+        [
+            ProbeGrade(
+                one.kind, one.expect, one.knows, one.quality, one.line, one.text, grade.score, grade.reason,
+                {name: part.score for name, part in grade.sub_grades.items()},
+            )
+            for one, grade in zip(some, grades, strict=True)
+        ],
+        pass_threshold=0.5,
+        of_rows=len(rows),
+    )  # fmt: skip
+
+    assert found.verdict == verdict, found.sentence

@@ -15,17 +15,20 @@ from core.database import audit, pages
 from core.database.engine import Database, earliest_now
 from core.database.states import EVAL_RUN, JOB
 from core.database.tables import (
+    BackgroundRun,
     Checkpoint,
     EvalJournal,
     EvalPage,
     EvalRun,
     File,
+    GraderAudit,
     Job,
+    Preview,
     RolloutPage,
     TunedModel,
     now,
 )
-from core.results import lineage, previews
+from core.results import background, lineage
 from core.settings import Settings
 from core.storage import files, orphans, uploads
 from core.storage.store import BlobEntry, BlobStore, NotDeleted
@@ -86,7 +89,8 @@ class Retention:
         more = [
             self._old_rollouts(),
             self._old_eval_items(),
-            self._old_previews(),
+            self._old_background_runs(Preview),
+            self._old_background_runs(GraderAudit),
             self._old_checkpoints(),
             self._old_files(),
             self._old_audit_entries(),
@@ -161,13 +165,13 @@ class Retention:
             self.blobs.delete_many([page.blob_key for page in old])
         return len(old) == self.pages_at_once
 
-    def _old_previews(self) -> bool:
-        """Delete previews past the retention of rollouts. Returns whether there may be more."""
+    def _old_background_runs(self, table: type[BackgroundRun]) -> bool:
+        """Delete previews or audits past the retention of rollouts. Returns whether there may be more."""
         if self.settings.keep_rollouts_days is None:
             return False
         with self.database.write() as session:
             before = earliest_now(session) - self.settings.keep_rollouts_days * DAY
-            return previews.delete_old(session, before, self.pages_at_once) == self.pages_at_once
+            return background.delete_old(session, table, before, self.pages_at_once) == self.pages_at_once
 
     def _old_checkpoints(self) -> bool:
         """Delete checkpoints of jobs past their retention, except for those with a model name, or that a job needs."""

@@ -93,6 +93,28 @@ def graders_check(arguments: argparse.Namespace) -> int:
     return NO if found.failed else DONE
 
 
+def graders_audit(arguments: argparse.Namespace) -> int:
+    """Exit code 1: the verdict is stop."""
+    audits = connect().grader_audits
+    begun = audits.create(
+        arguments.grader,
+        arguments.training_file,
+        answer=arguments.answer,
+        rows=arguments.rows,
+        max_tokens=arguments.max_tokens,
+    )
+    audit = audits.wait(begun.id)
+    if audit.report is None:
+        raise Refused(
+            audit.error.message if audit.error is not None else f"The audit {audit.id} was canceled."
+        )
+    report = audit.report
+    rows = [[one.kind, one.expect, one.line, one.score, shortened(one.text, NARROW)] for one in report.worst]
+    worst = f"\n{table(['worst', 'expected', 'line', 'score', 'answer'], rows)}" if rows else ""
+    answer(arguments, audit, lambda: "\n".join([report.sentence, *report.advice]) + worst)
+    return NO if report.verdict == "stop" else DONE
+
+
 def _lines(spec: dict[str, Any]) -> list[str]:
     """The lines of a specification, with line breaks where its source code has them."""
     text = json.dumps(spec, indent=2, sort_keys=True, ensure_ascii=False)

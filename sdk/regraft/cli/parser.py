@@ -226,6 +226,16 @@ GRADERS = Group(
         arg("--grader", "FILE", "a grader that is not saved"),
         example="regraft graders check close --grader grader.py",
     ),
+    Command(
+        "audit",
+        "try a grader on right answers and on exploits made from the rows of an uploaded file",
+        REQUIRED_GRADER,
+        arg("training_file", help="id of the file"),
+        arg("--answer", "TEMPLATE", "of a right answer, such as <answer>{{item.answer}}</answer>"),
+        arg("--rows", "N", "default: 200, or 20 of a grader that calls a server"),
+        arg("--max-tokens", "N", "most tokens of judges"),
+        example="regraft graders audit file-... --grader grader.py",
+    ),
 )
 
 JOBS = Group(

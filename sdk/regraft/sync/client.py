@@ -16,6 +16,7 @@ from regraft.resources.previews import refuse_failed
 from regraft.sync.aliases import Aliases
 from regraft.sync.checkpoints import Checkpoints
 from regraft.sync.evals import Evals
+from regraft.sync.grader_audits import GraderAudits
 from regraft.sync.graders import Graders
 from regraft.sync.jobs import Jobs
 from regraft.sync.pipelines import Pipelines
@@ -28,8 +29,8 @@ from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
-    `checkpoints`, `aliases`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and
-    `profile`.
+    `checkpoints`, `aliases`, `graders`, `grader_audits`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`,
+    `preview` and `profile`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -74,6 +75,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def evals(self) -> Evals:
         return Evals(self)
+
+    @cached_property
+    def grader_audits(self) -> GraderAudits:
+        return GraderAudits(self)
 
     @cached_property
     def pipelines(self) -> Pipelines:
