@@ -44,7 +44,7 @@ def job(session: Session, project: Project, **fields: Any) -> Job:
         "gpu_class": "cpu",
         "status": "queued",
     }
-    if fields.get("status") in JOB.held:
+    if fields.get("status") in JOB.leased:
         defaults |= {"epoch": 1, "lease_owner": "worker", "lease_expires_at": time.time() + 60}
     owner = {"project_id": project.id, "organization_id": project.organization_id}
     return _stored(session, Job(**owner | defaults | fields))

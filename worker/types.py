@@ -250,7 +250,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class CallTokens:
-    """Where a call of an episode is in the tokens of a TrainingSequence."""
+    """The place of one call of an episode in the tokens of a TrainingSequence."""
 
     start: int
     end: int
@@ -259,10 +259,10 @@ class CallTokens:
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """What a TrainingSequence is of a whole episode, in the division of a pack."""
+    """The part of an episode that a TrainingSequence has, after its pack was divided."""
 
-    whole: "TrainingSequence"
-    places: tuple[int, ...]  # of its trained tokens, among the trained tokens of the whole
+    undivided: "TrainingSequence"
+    places: tuple[int, ...]  # of its trained tokens, among the trained tokens of the undivided one
 
 
 @dataclass(frozen=True)

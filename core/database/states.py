@@ -25,19 +25,19 @@ class States:
 
     waiting: tuple[str, ...]  # counted as queued by the limits of a project
     running: tuple[str, ...]  # counted as running
-    held: frozenset[str]  # a worker may hold the row
+    leased: frozenset[str]  # a worker may hold the row
     final: frozenset[str]
 
 
 JOB = States(
     waiting=("queued", "validating_files"),
     running=("running", "pausing"),
-    held=frozenset({"validating_files", "running", "pausing"}),
+    leased=frozenset({"validating_files", "running", "pausing"}),
     final=frozenset(state for state, further in JOB_EDGES.items() if not further),
 )
 EVAL_RUN = States(
     waiting=("queued",),
     running=("in_progress",),
-    held=frozenset({"in_progress"}),
+    leased=frozenset({"in_progress"}),
     final=frozenset({"completed", "failed", "canceled"}),
 )

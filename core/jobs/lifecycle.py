@@ -31,7 +31,7 @@ from core.tenancy.limits import NO_LIMITS, Limits
 # Between two tries of a job that its worker cannot run. Longer than that worker rests, or the job would be due, and
 # first in the queue, each time that the worker claims one again.
 FIRST_PUT_OFF, MAX_PUT_OFF = 120.0, 600.0
-LEASES = Leases(Job, JOB.held, max_wait=MAX_PUT_OFF)
+LEASES = Leases(Job, JOB.leased, max_wait=MAX_PUT_OFF)
 heartbeat, fenced, bound_times = LEASES.heartbeat, LEASES.fenced, LEASES.bound_times
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
@@ -424,7 +424,7 @@ def _move(job: Job, to: str) -> None:
     if to not in JOB_EDGES[job.status]:
         raise _refusal(job, to)
     job.status = to
-    if to not in JOB.held:
+    if to not in JOB.leased:
         let_go(job)
         job.estimated_finish = None  # null unless the job is running, as at OpenAI
     if to in JOB.final:

@@ -111,7 +111,7 @@ def listed(session: Session) -> list[Seen]:
 
 def _tasks(session: Session) -> dict[str, list[WorkerTask]]:
     found: dict[str, list[WorkerTask]] = {}
-    jobs = select(Job).where(Job.lease_owner.is_not(None), Job.status.in_(JOB.held))
+    jobs = select(Job).where(Job.lease_owner.is_not(None), Job.status.in_(JOB.leased))
     for job in session.scalars(jobs.order_by(Job.seq)):
         kind = "validation" if job.status == "validating_files" else "run"
         task = WorkerTask(kind, job.id, job.project_id, job.model, lifecycle.progress_of(job))

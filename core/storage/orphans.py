@@ -66,7 +66,7 @@ def _explained(session: Session, keys: Sequence[str]) -> set[str]:
     jobs = {match["job"] for match in attempts.values()}
     turns = session.execute(select(Attempt.job_id, Attempt.epoch).where(Attempt.job_id.in_(jobs))).all()
     ended = {(job_id, str(epoch)) for job_id, epoch in turns}
-    held = session.execute(select(Job.id, Job.epoch).where(Job.id.in_(jobs), Job.status.in_(JOB.held)))
+    held = session.execute(select(Job.id, Job.epoch).where(Job.id.in_(jobs), Job.status.in_(JOB.leased)))
     at_work = {f"{job_id}/attempts/{epoch}" for job_id, epoch in held}
     known = {
         *session.scalars(select(File.blob_key).where(File.id.in_(files))),

@@ -238,7 +238,7 @@ def test_a_job_that_has_ended_is_refused_in_openais_words(work: Work, project: P
         lifecycle.cancel(work, job)
 
 
-@pytest.mark.parametrize("status", sorted(JOB.held))
+@pytest.mark.parametrize("status", sorted(JOB.leased))
 def test_cancel_takes_the_job_from_its_worker_at_once(database: Database, status: str) -> None:
     with database.write() as session:
         job = factories.job(session, factories.project(session), status=status, epoch=4)
@@ -638,7 +638,7 @@ def test_a_worker_that_was_replaced_writes_nothing(database: Database) -> None:
         assert (job.result_file, job.lease_owner) == (None, "second")
 
 
-@pytest.mark.parametrize("status", sorted(set(JOB_EDGES) - JOB.held))
+@pytest.mark.parametrize("status", sorted(set(JOB_EDGES) - JOB.leased))
 def test_nobody_writes_to_a_job_that_nobody_holds(database: Database, status: str) -> None:
     """Not even with the right epoch: the run that has ended its job is done with it."""
     with database.write() as session:
@@ -765,7 +765,7 @@ def test_a_worker_that_starts_shortens_no_wait_of_a_job_that_was_put_off(
 
 
 def test_a_live_lease_is_left_alone(session: Session, project: Project) -> None:
-    for status in JOB.held:
+    for status in JOB.leased:
         factories.job(session, project, status=status)
 
     assert lifecycle.expire_leases(session, max_failures=3) == 0

@@ -245,7 +245,7 @@ class TestRows:
         coupled = list(micro_batches(packs, 8, rows=True))
         divided = list(micro_batches(packs, 8, rows=True, couples_calls=False))
 
-        assert all(one.places is None or one.tokens == one.whole.trained_tokens for one in held(coupled))
+        assert all(one.places is None or one.tokens == one.undivided.trained_tokens for one in held(coupled))
         assert all(len(rows) == 1 for rows in divided)
         assert learned(coupled) == learned(divided) == learned([packs])
 
@@ -258,7 +258,7 @@ def held(batches: Sequence[Sequence[Pack]]) -> Iterator[batch.TrainedAnswer]:
 def learned(batches: Sequence[Sequence[Pack]]) -> list[tuple[int, int]]:
     """Each trained token: the answer, and its place among the answer's trained tokens."""
     return sorted(
-        (one.whole.key, place)
+        (one.undivided.key, place)
         for one in held(batches)
         for place in (range(one.tokens) if one.places is None else one.places)
     )

@@ -214,14 +214,14 @@ class _Targets:
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """A whole answer, and which of its trained tokens a micro-batch has; None: all of them."""
+    """An answer before any division of its pack, and which of its trained tokens a micro-batch has; None: all."""
 
-    whole: Answer
+    undivided: Answer
     places: Sequence[int] | None = None
 
     @property
     def tokens(self) -> int:
-        return self.whole.trained_tokens if self.places is None else len(self.places)
+        return self.undivided.trained_tokens if self.places is None else len(self.places)
 
     @property
     def index(self) -> slice | list[int]:
@@ -238,7 +238,7 @@ def answers_of(packs: Iterable[Pack]) -> list[TrainedAnswer]:
             found[number] = TrainedAnswer(answer)
         else:
             before = found[number].places or () if number in found else ()
-            found[number] = TrainedAnswer(piece.whole, sorted((*before, *piece.places)))
+            found[number] = TrainedAnswer(piece.undivided, sorted((*before, *piece.places)))
     return list(found.values())
 
 
@@ -247,7 +247,7 @@ def _numbered(packs: Iterable[Pack]) -> Iterator[tuple[Answer, int]]:
     count = 0
     cut: dict[int, int] = {}  # answers in pieces
     for answer in (answer for pack in packs for answer in pack.sequences):
-        number = count if answer.piece is None else cut.setdefault(id(answer.piece.whole), count)
+        number = count if answer.piece is None else cut.setdefault(id(answer.piece.undivided), count)
         count = max(count, number + 1)
         yield answer, number
 

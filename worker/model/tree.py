@@ -158,16 +158,16 @@ def _pieces(sequence: TrainingSequence, room: int) -> Iterator[TrainingSequence]
     parents = {branch.parent for branch in branches}
     leaves = sorted((at for at in range(len(branches)) if at not in parents), key=lambda at: number[at])
     learned: set[int] = set()  # the branches of the pieces before
-    held: set[int] = set()  # the branches of this piece, which has so many leaves
+    included: set[int] = set()  # the branches of this piece, which has `ends` leaves
     ends = 0
     for leaf in leaves:
         path = {leaf, *_ancestors(branches, leaf)}
-        if held and sum(branches[at].tokens for at in held | path) - ends - 1 > room:
-            yield _piece(sequence, held, learned)
-            learned |= held
-            held, ends = set(), 0
-        held, ends = held | path, ends + 1
-    yield _piece(sequence, held, learned)
+        if included and sum(branches[at].tokens for at in included | path) - ends - 1 > room:
+            yield _piece(sequence, included, learned)
+            learned |= included
+            included, ends = set(), 0
+        included, ends = included | path, ends + 1
+    yield _piece(sequence, included, learned)
 
 
 def _ancestors(branches: Sequence[Branch], at: int) -> Iterator[int]:
@@ -176,9 +176,9 @@ def _ancestors(branches: Sequence[Branch], at: int) -> Iterator[int]:
         at = parent
 
 
-def _piece(sequence: TrainingSequence, held: set[int], learned: set[int]) -> TrainingSequence:
-    """The tokens of the branches `held`. Those of the branches `learned` are learned in another piece."""
-    kept = sorted(held)
+def _piece(sequence: TrainingSequence, included: set[int], learned: set[int]) -> TrainingSequence:
+    """The tokens of the branches `included`. Those of the branches `learned` are learned in another piece."""
+    kept = sorted(included)
     renumbered = {at: number for number, at in enumerate(kept)}
     branches = tuple(
         Branch(renumbered.get(parent, parent), tokens)  # type: ignore[arg-type]  # None and NEW_ROOT stay
@@ -206,5 +206,5 @@ def _piece(sequence: TrainingSequence, held: set[int], learned: set[int]) -> Tra
         calls=(),
         piece=AnswerPiece(sequence, places)
         if outer is None
-        else AnswerPiece(outer.whole, tuple(outer.places[place] for place in places)),
+        else AnswerPiece(outer.undivided, tuple(outer.places[place] for place in places)),
     )

@@ -145,7 +145,7 @@ class KeptValues:
                 if value_M is None:
                     continue
                 for answer, part in zip(answers, torch.split(value_M, sizes), strict=True):
-                    whole = answer.whole
+                    whole = answer.undivided
                     unknown = _TokenValues.unknown(whole.trained_tokens, part)
                     found[name].setdefault(id(whole), unknown).add(answer, part)
         return cls(found)
@@ -155,7 +155,9 @@ class KeptValues:
         for batch in batches:
             answers = answers_of(batch.packs)
             for name, by_answer in self._by_answer.items():
-                known = [by_answer[id(one.whole)].of(one) for one in answers if id(one.whole) in by_answer]
+                known = [
+                    by_answer[id(one.undivided)].of(one) for one in answers if id(one.undivided) in by_answer
+                ]
                 values = [value for value in known if value is not None]
                 if len(values) == len(answers):
                     setattr(batch, name, torch.cat(values))

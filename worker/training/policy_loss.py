@@ -415,8 +415,8 @@ class PolicyLoss(Loss):
             answers = answers_of(batch.packs)
             parts = torch.split(values, [answer.tokens for answer in answers], dim=1)
             for answer, part in zip(answers, parts, strict=True):
-                unknown = torch.full((2, answer.whole.trained_tokens), math.nan)
-                found.setdefault(answer.whole.key, unknown)[:, answer.index] = part
+                unknown = torch.full((2, answer.undivided.trained_tokens), math.nan)
+                found.setdefault(answer.undivided.key, unknown)[:, answer.index] = part
         return {key: TokenValues(*values.numpy()) for key, values in found.items()}
 
     def watched_kl(self, batches: Sequence[Batch]) -> float | None:
@@ -458,7 +458,7 @@ class PolicyLoss(Loss):
         if not self.response_schema:
             return tensors
         allowed = [
-            token_constraints.allowed(self.policy, self.response_schema, answer.whole)[answer.index]
+            token_constraints.allowed(self.policy, self.response_schema, answer.undivided)[answer.index]
             for answer in answers_of(packs)
         ]
         return replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))

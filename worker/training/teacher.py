@@ -80,7 +80,7 @@ class PolicyTeacher:
                 flat_M = logprobs(policy, tensors_of(part, policy.device), temperature).tolist()
                 at = 0
                 for answer in answers_of(part):
-                    found[id(answer.whole)] = tuple(flat_M[at : at + answer.tokens])
+                    found[id(answer.undivided)] = tuple(flat_M[at : at + answer.tokens])
                     at += answer.tokens
                 self.beat()
         return [[found[id(sequence)] for sequence in sequences_G] for sequences_G in sequences_PG]
