@@ -11,8 +11,9 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,13 @@ def main() -> None:
         trained = {}
         for seed in args.seeds:
             name = f"{args.learning_rate or 'auto'}-{seed}.json"
-            trained[name] = train(seed, args)
+            trained[name] = trained_run = train(seed, hyperparameters(args))
+            print(seed, trained_run.warned, flush=True)
             if args.keep:
                 args.keep.mkdir(parents=True, exist_ok=True)
-                (args.keep / name).write_text(json.dumps(trained[name][0]))
-        runs = {name: steps for name, (steps, _) in trained.items()}
-        seen = {"warning_events": sum(len(warned) for _, warned in trained.values())}
+                (args.keep / name).write_text(json.dumps(trained_run.steps))
+        runs = {name: one.steps for name, one in trained.items()}
+        seen = {"warning_events": sum(len(one.warned) for one in trained.values())}
     alarms = {name: list(warnings(steps)) for name, steps in runs.items()}
     for name in runs:
         for step, finding in alarms[name]:
@@ -91,12 +93,28 @@ def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:
             yield step.step, finding
 
 
-def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """The recorded steps of a run, and its events above level info."""
-    asked: dict[str, Any] = HYPERPARAMETERS | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
-    if args.learning_rate:
-        optimizer = asked["advanced"].get("optimizer", {}) | {"learning_rate": args.learning_rate}
-        asked["advanced"] = asked["advanced"] | {"optimizer": optimizer}
+@dataclass(frozen=True)
+class DemoRun:
+    """A run of the demo's task."""
+
+    steps: list[dict[str, Any]]  # as recorded
+    warned: list[str]  # its events above level info
+    outcome: str | None  # of its verdict
+
+
+def hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
+    optimizer = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
+    return with_optimizer(optimizer) | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
+
+
+def with_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of the demo with these of the group `optimizer`."""
+    advanced = {**HYPERPARAMETERS["advanced"], "optimizer": dict(optimizer)}
+    return {**HYPERPARAMETERS, "advanced": advanced}
+
+
+def train(seed: int, asked: Mapping[str, Any]) -> DemoRun:
+    """Run the demo's job with these hyperparameters."""
     train_rows, valid_rows = (
         datasets.read_examples(iter([(DATA / f"{split}.jsonl").read_bytes()])) for split in ("train", "valid")
     )
@@ -136,8 +154,9 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
             warned = [
                 e.message for e in session.query(Event).where(Event.level != "info").order_by(Event.seq)
             ]
-            print(seed, warned, flush=True)
-            return [step.without_sections().to_data() for step in events.metrics(session, job.id)], warned
+            verdict = session.get_one(Job, job.id).verdict
+            steps = [step.without_sections().to_data() for step in events.metrics(session, job.id)]
+            return DemoRun(steps, warned, None if verdict is None else verdict["outcome"])
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from worker.types import Pack, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.
 INTERVALS = 20
+STEP_METRICS = ("learning_rate", "step_kl", "update_retries", "rejected_updates")
 
 
 @dataclass
@@ -81,6 +82,7 @@ class RowExperience:
             data |= metrics_of_split("train", learned) | {
                 "grad_norm": learned.grad_norm,
                 "skipped_updates": int(learned.skipped),
+                **{name: getattr(learned, name) for name in STEP_METRICS},
                 "trained_sequences": learned.sequences,
                 "trained_tokens": learned.tokens,
             }

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from worker.model.policy import Policy
+from worker.training import grpo
 from worker.training.world import World
 from worker.types import Pack, TrainingSequence
 
@@ -84,6 +86,7 @@ class Batch:
     advantage: Tensor | None = None  # with rewards of tokens, before they are normalized
     normalized_advantage: Tensor | None = None
     used_advantage: Tensor | None = None  # of the last pass, before the division by the std of the step
+    before: Tensor | None = None  # of the last pass: the `predictions` of the loss, before its update
     old_value: Tensor | None = None  # with a value head, like `returns`
     returns: Tensor | None = None
 
@@ -96,10 +99,25 @@ class Batch:
         return [answer for pack in self.packs for answer in pack.sequences]
 
 
+# Of a micro-batch, on which the KL of an update is measured.
+MEASURED_TOKENS = 2048
+
+
+def _first(packs: Sequence[Pack], tokens: int) -> list[Pack]:
+    """The first packs with at most so many tokens, at least one."""
+    ends = accumulate(pack.tokens for pack in packs)
+    return [
+        pack
+        for number, (pack, end) in enumerate(zip(packs, ends, strict=True))
+        if not number or end <= tokens
+    ]
+
+
 # Tensors of a batch with one number for each trained token.
 KEPT = (
     "old_logp",
     "ref_logp",
+    "before",
     "advantage",
     "normalized_advantage",
     "used_advantage",
@@ -160,6 +178,29 @@ class Loss(ABC):
     @abstractmethod
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         """The sum of the loss over a micro-batch, and its statistics."""
+
+    @abstractmethod
+    def predictions(self, batch: Batch) -> Tensor:
+        """What the policy predicts at each trained token of a micro-batch, [M]: its log-probability, if of tokens."""
+
+    def divergence(self, before: Tensor, after: Tensor) -> Tensor:
+        """KL(before || after) of two predictions, [M]. Of given tokens: see `grpo.binary_kl`."""
+        return grpo.binary_kl(before, after)
+
+    def step_kl(self, batches: Sequence[Batch], part: int = 0) -> float | None:
+        """Measure how far the newest update has moved the policy, on one micro-batch of its mini-batch.
+
+        That of median length, of which the first MEASURED_TOKENS are computed once more. None: there is none.
+        """
+        of_part = [batch for batch in batches if batch.part == part and batch.before is not None]
+        if not of_part:
+            return None
+        real = [batch for batch in of_part if not batch.is_filler] or of_part
+        batch = real[len(real) // 2]
+        assert batch.before is not None
+        measured = Batch(_first(batch.packs, MEASURED_TOKENS), part, batch.is_filler)
+        after = self.predictions(measured)
+        return self.divergence(batch.before[: len(after)].double(), after.double()).mean().item()
 
     @property
     def trainable(self) -> list[Parameter]:

@@ -354,6 +354,7 @@ class PolicyLoss(Loss):
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(tensors)
         logp_M, entropy_M, value_M = self.forward(tensors)
+        batch.before = logp_M.detach()
         if batch.old_logp is None:
             # The policy of the first pass is the one that sampled, so its log-probabilities are the old ones.
             batch.old_logp = logp_M.detach()
@@ -455,6 +456,13 @@ class PolicyLoss(Loss):
         """Compute log-probabilities [M] under the reference."""
         with self.as_reference():
             return self.logprobs(tensors)
+
+    def predictions(self, batch: Batch) -> Tensor:
+        return self.logprobs(self._tensors(batch))
+
+    def divergence(self, before: Tensor, after: Tensor) -> Tensor:
+        """By k3: the policy has sampled the tokens."""
+        return grpo.kl_k3(before, after)
 
     def _tensors(self, batch: Batch) -> Tensors:
         # A filler need not be an answer that the schema allows.

@@ -159,6 +159,7 @@ class PairLoss(RowLoss):
             with torch.no_grad(), self.as_reference():
                 ref_logp_M = predicted(self.policy, tensors)[0]
         logp_M = predicted(self.policy, tensors)[0]
+        batch.before = logp_M.detach()
         pairs = Pairs.of(logp_M, ref_logp_M, tensors.answer_M)
         loss = pair_loss(self.settings, pairs).sum()
         chosen_N, rejected_N = pair_rewards(self.settings, pairs)
@@ -194,6 +195,7 @@ class KtoLoss(PairLoss):
         with torch.no_grad(), self.as_reference():
             ref_logp_M = predicted(self.policy, tensors)[0]
         logp_M = predicted(self.policy, tensors)[0]
+        batch.before = logp_M.detach()
         h_A = logp_M.new_zeros(int(tensors.answer_M.max()) + 1)
         return h_A.index_add(0, tensors.answer_M, logp_M - ref_logp_M), tensors
 

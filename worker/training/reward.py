@@ -19,6 +19,7 @@ from worker.model import reward_head
 from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
+from worker.training import grpo
 from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues
 from worker.training.row_loss import RowLoss
 from worker.types import Pack
@@ -55,10 +56,21 @@ class RewardLoss(RowLoss):
         answer = replace(SHORTEST, learned_T=(False, True), scores=(0.0,))
         return Pack((0, 0), (answer,) * (2 if self.settings.reward_kind == "pairs" else 1))
 
+    def predictions(self, batch: Batch) -> Tensor:
+        """The rewards."""
+        return reward_head.rewards(self.policy, self.head, tensors_of(batch.packs, self.policy.device))
+
+    def divergence(self, before: Tensor, after: Tensor) -> Tensor:
+        """Of the predicted probabilities: that the preferred answer of a pair wins, or that a step is right."""
+        if self.settings.reward_kind == "pairs":
+            before, after = before[0::2] - before[1::2], after[0::2] - after[1::2]
+        return grpo.binary_kl(logsigmoid(before), logsigmoid(after))
+
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         tensors = tensors_of(batch.packs, self.policy.device)
         reward_N, score_N = reward_head.rewards(self.policy, self.head, tensors), tensors.score_M
         assert score_N is not None
+        batch.before = reward_N.detach()
         sums = GradientSums(tokens=len(reward_N), sequences=batch.sequences)
         if self.settings.reward_kind == "scores":
             loss = squared_error(reward_N, score_N).sum()

@@ -27,6 +27,9 @@ class RowLoss(Loss):
     def settings(self) -> ResolvedOffline:
         return self._settings
 
+    def predictions(self, batch: Batch) -> Tensor:
+        return predicted(self.policy, tensors_of(batch.packs, self.policy.device))[0]
+
     def step_values(self, gradient: Gradient, packs: Sequence[Pack]) -> StepValues:
         """Compute what the loss needs of the whole step."""
         return StepValues()
@@ -37,6 +40,7 @@ class SupervisedLoss(RowLoss):
 
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         logp_M, is_top_M = predicted(self.policy, tensors_of(batch.packs, self.policy.device))
+        batch.before = logp_M.detach()
         loss = -logp_M.sum()
         return loss, GradientSums(
             loss=loss.item(),

@@ -113,12 +113,14 @@ class SoftTargetLoss(RowLoss):
         tensors = tensors_of(packs, self.policy.device)
         comparisons = self._to_top(packs) if self.teacher is None else self._to_policy(self.teacher, tensors)
         hidden = predicting(self.policy, tensors)
-        correct, parts = 0.0, []
+        correct, parts, logps = 0.0, [], []
         chunks = (torch.split(tensor, self.chunk) for tensor in (hidden, tensors.target_M))
         for own, target, compare in zip(*chunks, comparisons, strict=True):
-            part, likeliest = _Chunk.apply(partial(self._compared, compare), own)  # type: ignore[no-untyped-call]
+            part, likeliest, logp = _Chunk.apply(partial(self._compared, compare, target), own)  # type: ignore[no-untyped-call]
             parts.append(part)
+            logps.append(logp)
             correct += (likeliest == target).sum().item()
+        batch.before = torch.cat(logps)
         loss = torch.stack(parts).sum()
         return loss, GradientSums(
             loss=loss.item(), tokens=len(tensors.target_M), correct=correct, sequences=batch.sequences
@@ -150,10 +152,13 @@ class SoftTargetLoss(RowLoss):
             for top_ids, top_logprobs in zip(ids, logprobs, strict=True)
         ]
 
-    def _compared(self, compare: Comparison, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum over the positions [m] of the hidden states [m, h], and the student's likeliest token at each."""
+    def _compared(self, compare: Comparison, target: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum over the positions [m] of the hidden states [m, h]; at each the student's likeliest token, and its
+        log-probability of the token `target`."""
         logits = self.policy.logits(hidden)
-        return compare(logits).sum(), logits.detach().argmax(-1)
+        fixed = logits.detach()
+        logp = fixed.gather(-1, target[:, None])[:, 0] - fixed.logsumexp(-1)
+        return compare(logits).sum(), fixed.argmax(-1), logp
 
 
 class _Chunk(torch.autograd.Function):
@@ -161,19 +166,20 @@ class _Chunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, loss: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if ctx.needs_input_grad[1]:
             with torch.enable_grad():
                 hidden = hidden.detach().requires_grad_()
-                value, also = loss(hidden)
+                value, *others = loss(hidden)
                 ctx.save_for_backward(*torch.autograd.grad(value, hidden))
         else:
-            value, also = loss(hidden)
-        ctx.mark_non_differentiable(also)
-        return value.detach(), also
+            value, *others = loss(hidden)
+        likeliest, logp = others
+        ctx.mark_non_differentiable(likeliest, logp)
+        return value.detach(), likeliest, logp
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[None, Tensor]:
         [of_hidden] = ctx.saved_tensors
         return None, gradient * of_hidden
