@@ -272,6 +272,16 @@ class Stop:
     evidence: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """Where a job whose model has collapsed continues, and how, with the message to the user and its numbers."""
+
+    step: int  # of the checkpoint; 0: the model that the job started from
+    learning_rate: float
+    message: str
+    data: Mapping[str, Any]
+
+
 # How an attempt ended. interrupted: another attempt resumes the same run.
 Ended = Literal["succeeded", "failed", "interrupted"]
 

@@ -111,6 +111,7 @@ RESOLVED: dict[str, Any] = {
     "reference_refresh_steps": 0,
     "max_grad_norm": 1.0,
     "warmup_steps": 0,
+    "step_kl": 0.0,
     "normalize": "papers",
     "require_improvement": False,
     "chat_template": None,

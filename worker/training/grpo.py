@@ -250,9 +250,8 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 def binary_kl(logp: Tensor, new_logp: Tensor) -> Tensor:
     """KL(p || q) of the events "this token" and "another one": p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
 
-    A lower bound of the KL of the whole distributions, whichever token it is (the data-processing inequality, Cover and
-    Thomas, Elements of Information Theory, section 2.8). So it fits tokens that the policy has not sampled: for those
-    k3 has no bound. DPPO (arXiv 2602.04879) masks by it.
+    That of the whole distributions is at least as much (the data-processing inequality, Cover and Thomas, Elements of
+    Information Theory, section 2.8).
     """
     logp, new_logp = logp.clamp(max=-ROUNDING), new_logp.clamp(max=-ROUNDING)
     others, new_others = (torch.log(-torch.expm1(one)) for one in (logp, new_logp))

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from worker.model.policy import Policy
-from worker.training import grpo
 from worker.training.world import World
-from worker.types import Pack, TrainingSequence
+from worker.types import Pack, TopTokens, TrainingSequence
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,10 @@ class Batch:
     advantage: Tensor | None = None  # with rewards of tokens, before they are normalized
     normalized_advantage: Tensor | None = None
     used_advantage: Tensor | None = None  # of the last pass, before the division by the std of the step
-    before: Tensor | None = None  # of the last pass: the `predictions` of the loss, before its update
+    before: Tensor | None = None  # of the last pass: what `Loss.kl_from_before` compares with
+    top: TopTokens | None = (
+        None  # the likeliest tokens at the positions of `before`, as a RowLoss compares them
+    )
     old_value: Tensor | None = None  # with a value head, like `returns`
     returns: Tensor | None = None
 
@@ -99,25 +101,32 @@ class Batch:
         return [answer for pack in self.packs for answer in pack.sequences]
 
 
-# Of a micro-batch, on which the KL of an update is measured.
-MEASURED_TOKENS = 2048
+def measured(batches: Sequence[Batch], part: int) -> Batch | None:
+    """Return the micro-batch on which an update of a mini-batch is measured: that of median length.
+
+    None: an out-of-memory error since the pass has divided the answers in another way.
+    """
+    of_part = [batch for batch in batches if batch.part == part]
+    real = [batch for batch in of_part if not batch.is_filler] or of_part
+    chosen = real[len(real) // 2] if real else None
+    return None if chosen is None or chosen.before is None else chosen
 
 
-def _first(packs: Sequence[Pack], tokens: int) -> list[Pack]:
-    """The first packs with at most so many tokens, at least one."""
-    ends = accumulate(pack.tokens for pack in packs)
-    return [
+def first_packs(batch: Batch, tokens: int) -> Batch:
+    """Return the first packs of a micro-batch, with at most so many tokens, but at least one pack."""
+    ends = accumulate(pack.tokens for pack in batch.packs)
+    chosen = [
         pack
-        for number, (pack, end) in enumerate(zip(packs, ends, strict=True))
+        for number, (pack, end) in enumerate(zip(batch.packs, ends, strict=True))
         if not number or end <= tokens
     ]
+    return Batch(chosen, batch.part, batch.is_filler)
 
 
 # Tensors of a batch with one number for each trained token.
 KEPT = (
     "old_logp",
     "ref_logp",
-    "before",
     "advantage",
     "normalized_advantage",
     "used_advantage",
@@ -180,27 +189,22 @@ class Loss(ABC):
         """The sum of the loss over a micro-batch, and its statistics."""
 
     @abstractmethod
-    def predictions(self, batch: Batch) -> Tensor:
-        """What the policy predicts at each trained token of a micro-batch, [M]: its log-probability, if of tokens."""
+    def kl_from_before(self, batch: Batch) -> float:
+        """Return KL(before || after) of the newest update, in nats a token, from a micro-batch of its pass."""
 
-    def divergence(self, before: Tensor, after: Tensor) -> Tensor:
-        """KL(before || after) of two predictions, [M]. Of given tokens: see `grpo.binary_kl`."""
-        return grpo.binary_kl(before, after)
+    def keep_prediction(self, batch: Batch) -> None:
+        """Keep what `kl_from_before` needs of the policy before the update, unless the pass has kept it."""
+        return
+
+    def before_step(self, batches: Sequence[Batch]) -> None:
+        """Prepare for `step_kl`, once the gradient is computed."""
+        if (batch := measured(batches, 0)) is not None:
+            self.keep_prediction(batch)
 
     def step_kl(self, batches: Sequence[Batch], part: int = 0) -> float | None:
-        """Measure how far the newest update has moved the policy, on one micro-batch of its mini-batch.
-
-        That of median length, of which the first MEASURED_TOKENS are computed once more. None: there is none.
-        """
-        of_part = [batch for batch in batches if batch.part == part and batch.before is not None]
-        if not of_part:
-            return None
-        real = [batch for batch in of_part if not batch.is_filler] or of_part
-        batch = real[len(real) // 2]
-        assert batch.before is not None
-        measured = Batch(_first(batch.packs, MEASURED_TOKENS), part, batch.is_filler)
-        after = self.predictions(measured)
-        return self.divergence(batch.before[: len(after)].double(), after.double()).mean().item()
+        """Measure how far the newest update of a mini-batch has moved the policy, on one micro-batch. None: no data."""
+        batch = measured(batches, part)
+        return None if batch is None else self.kl_from_before(batch)
 
     @property
     def trainable(self) -> list[Parameter]:

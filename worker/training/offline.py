@@ -109,6 +109,8 @@ class OfflineTrainer:
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.add(self.prepared(packs))
+        if self.trust.target:
+            self.gradient.of_kept(RowLoss.before_step)
         taken = self.trust.step(self.trained, totals.counted, self.steps_taken, self._step_kl)
         self.gradient.end()
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone

@@ -20,11 +20,14 @@ from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_and_entropy, predicting
 from worker.model.value_head import ValueHead
 from worker.training import grpo, ppo, token_rewards
-from worker.training.loss import Batch, GradientSums, Loss, StepValues
+from worker.training.loss import Batch, GradientSums, Loss, StepValues, first_packs
 from worker.training.sampler_gate import SamplerGap
 from worker.training.steps import ends_in_text, token_ends
 from worker.training.token_rewards import Moments, StepMoments
 from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
+
+# Of the answers on which the KL of an update is measured.
+MEASURED_TOKENS = 2048
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -457,12 +460,11 @@ class PolicyLoss(Loss):
         with self.as_reference():
             return self.logprobs(tensors)
 
-    def predictions(self, batch: Batch) -> Tensor:
-        return self.logprobs(self._tensors(batch))
-
-    def divergence(self, before: Tensor, after: Tensor) -> Tensor:
-        """By k3: the policy has sampled the tokens."""
-        return grpo.kl_k3(before, after)
+    def kl_from_before(self, batch: Batch) -> float:
+        """By k3, whose mean is the KL over tokens that the policy has sampled."""
+        assert batch.before is not None
+        after_M = self.logprobs(self._tensors(first_packs(batch, MEASURED_TOKENS)))
+        return grpo.kl_k3(batch.before[: len(after_M)].double(), after_M.double()).mean().item()
 
     def _tensors(self, batch: Batch) -> Tensors:
         # A filler need not be an answer that the schema allows.

@@ -20,8 +20,8 @@ from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.training import grpo
-from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues
-from worker.training.row_loss import RowLoss
+from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues, first_packs
+from worker.training.row_loss import MEASURED_TOKENS, RowLoss
 from worker.types import Pack
 
 
@@ -56,15 +56,19 @@ class RewardLoss(RowLoss):
         answer = replace(SHORTEST, learned_T=(False, True), scores=(0.0,))
         return Pack((0, 0), (answer,) * (2 if self.settings.reward_kind == "pairs" else 1))
 
-    def predictions(self, batch: Batch) -> Tensor:
-        """The rewards."""
-        return reward_head.rewards(self.policy, self.head, tensors_of(batch.packs, self.policy.device))
+    def keep_prediction(self, batch: Batch) -> None:
+        return  # the pass has kept the rewards
 
-    def divergence(self, before: Tensor, after: Tensor) -> Tensor:
+    def kl_from_before(self, batch: Batch) -> float:
         """Of the predicted probabilities: that the preferred answer of a pair wins, or that a step is right."""
+        tensors = tensors_of(first_packs(batch, MEASURED_TOKENS).packs, self.policy.device)
+        after_N = reward_head.rewards(self.policy, self.head, tensors)
+        assert batch.before is not None
+        before_N = batch.before[: len(after_N)]
         if self.settings.reward_kind == "pairs":
-            before, after = before[0::2] - before[1::2], after[0::2] - after[1::2]
-        return grpo.binary_kl(logsigmoid(before), logsigmoid(after))
+            before_N, after_N = (each[0::2] - each[1::2] for each in (before_N, after_N))
+        before_N, after_N = (logsigmoid(each.double()) for each in (before_N, after_N))
+        return grpo.binary_kl(before_N, after_N).mean().item()
 
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         tensors = tensors_of(batch.packs, self.policy.device)

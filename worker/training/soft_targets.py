@@ -20,6 +20,7 @@ from worker.model.token_logprobs import predicting
 from worker.training.loss import Batch, GradientSums, StepValues
 from worker.training.row_loss import RowLoss
 from worker.training.teacher import TeacherPolicy
+from worker.training.top_kl import forward_kl_to_top, kl, with_others_as_one
 from worker.training.world import World
 from worker.types import Pack, TopTokens
 
@@ -45,34 +46,8 @@ def forward_kl(student: Tensor, teacher: Tensor, *, top_k: int | None, temperatu
     log_q = (teacher[..., :shared] / temperature).log_softmax(-1)
     if top_k is not None and top_k < shared:
         top = log_q.topk(top_k).indices
-        log_p, log_q = (_with_the_others_as_one(logp, top) for logp in (log_p, log_q))
-    return temperature**2 * _kl(log_q, log_p)
-
-
-def forward_kl_to_top(student: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """As `forward_kl` at temperature 1, of a teacher of which only the likeliest tokens [m, k] are known.
-
-    Ids that only the teacher has are no tokens. Their probability is a part of that of all others.
-    """
-    is_token = ids < student.shape[-1]
-    # In their place one of the list that the student has: it is not compared twice, because q is 0.
-    ids = torch.where(is_token, ids, ids.amin(-1, keepdim=True).clamp(max=student.shape[-1] - 1))
-    logprobs = logprobs.masked_fill(~is_token, -torch.inf)
-    log_p = _with_the_others_as_one(student.log_softmax(-1), ids)
-    others = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0)  # rounding may leave less than nothing
-    return _kl(torch.cat([logprobs, others.log()], -1), log_p)
-
-
-def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    q = log_q.exp()
-    # A token that the teacher excludes costs nothing, whatever its logarithm.
-    return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
-
-
-def _with_the_others_as_one(logp: Tensor, top: Tensor) -> Tensor:
-    """From log-probabilities [m, V] to those of the tokens `top` [m, k] and, last, of all others: [m, k + 1]."""
-    others = logp.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logp.gather(-1, top), others], -1)
+        log_p, log_q = (with_others_as_one(logp, top) for logp in (log_p, log_q))
+    return temperature**2 * kl(log_q, log_p)
 
 
 class SoftTargetLoss(RowLoss):
@@ -113,14 +88,13 @@ class SoftTargetLoss(RowLoss):
         tensors = tensors_of(packs, self.policy.device)
         comparisons = self._to_top(packs) if self.teacher is None else self._to_policy(self.teacher, tensors)
         hidden = predicting(self.policy, tensors)
-        correct, parts, logps = 0.0, [], []
+        self.keep_hidden(batch, hidden)
+        correct, parts = 0.0, []
         chunks = (torch.split(tensor, self.chunk) for tensor in (hidden, tensors.target_M))
         for own, target, compare in zip(*chunks, comparisons, strict=True):
-            part, likeliest, logp = _Chunk.apply(partial(self._compared, compare, target), own)  # type: ignore[no-untyped-call]
+            part, likeliest = _Chunk.apply(partial(self._compared, compare), own)  # type: ignore[no-untyped-call]
             parts.append(part)
-            logps.append(logp)
             correct += (likeliest == target).sum().item()
-        batch.before = torch.cat(logps)
         loss = torch.stack(parts).sum()
         return loss, GradientSums(
             loss=loss.item(), tokens=len(tensors.target_M), correct=correct, sequences=batch.sequences
@@ -152,13 +126,10 @@ class SoftTargetLoss(RowLoss):
             for top_ids, top_logprobs in zip(ids, logprobs, strict=True)
         ]
 
-    def _compared(self, compare: Comparison, target: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum over the positions [m] of the hidden states [m, h]; at each the student's likeliest token, and its
-        log-probability of the token `target`."""
+    def _compared(self, compare: Comparison, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over the positions [m] of the hidden states [m, h], and the student's likeliest token at each."""
         logits = self.policy.logits(hidden)
-        fixed = logits.detach()
-        logp = fixed.gather(-1, target[:, None])[:, 0] - fixed.logsumexp(-1)
-        return compare(logits).sum(), fixed.argmax(-1), logp
+        return compare(logits).sum(), logits.detach().argmax(-1)
 
 
 class _Chunk(torch.autograd.Function):
@@ -166,20 +137,19 @@ class _Chunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, loss: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if ctx.needs_input_grad[1]:
             with torch.enable_grad():
                 hidden = hidden.detach().requires_grad_()
-                value, *others = loss(hidden)
+                value, also = loss(hidden)
                 ctx.save_for_backward(*torch.autograd.grad(value, hidden))
         else:
-            value, *others = loss(hidden)
-        likeliest, logp = others
-        ctx.mark_non_differentiable(likeliest, logp)
-        return value.detach(), likeliest, logp
+            value, also = loss(hidden)
+        ctx.mark_non_differentiable(also)
+        return value.detach(), also
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[None, Tensor]:
         [of_hidden] = ctx.saved_tensors
         return None, gradient * of_hidden

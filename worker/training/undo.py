@@ -5,6 +5,8 @@ would take 12 bytes a parameter, so their step is inverted: weights and moments 
 the same in every run.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -52,8 +54,8 @@ def invert(adamw: torch.optim.AdamW) -> None:
                     del adamw.state[weight]
 
 
-def _invert(weight: Parameter, gradient: Tensor, state: dict[str, Tensor], group: dict[str, float]) -> None:
-    beta1, beta2 = group["betas"]  # type: ignore[misc]
+def _invert(weight: Parameter, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
     taken, rate = state["step"].item(), group["lr"]
     mean, square = (state[name] for name in MOMENTS)
     divisor = (square / (1 - beta2**taken)).sqrt_().add_(group["eps"])
