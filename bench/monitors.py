@@ -154,7 +154,7 @@ def train(seed: int, asked: Mapping[str, Any]) -> DemoRun:
             warned = [
                 e.message for e in session.query(Event).where(Event.level != "info").order_by(Event.seq)
             ]
-            verdict = session.get_one(Job, job.id).verdict
+            verdict = session.query(Job).one().verdict
             steps = [step.without_sections().to_data() for step in events.metrics(session, job.id)]
             return DemoRun(steps, warned, None if verdict is None else verdict["outcome"])
 
