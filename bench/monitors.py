@@ -35,6 +35,7 @@ from graders.spec import parse_grader
 from tests import factories
 from worker.attempt import Attempt
 from worker.history import History
+from worker.interfaces import Checkpoints
 from worker.model.policy import Policy, load_base, render
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.exporters.threads import ExporterThreads
@@ -45,7 +46,7 @@ from worker.rollout.prompts import PromptStream, tokenize
 from worker.run import Run
 from worker.sampling.transformers import TransformersSampler
 from worker.training.trainer import PeftTrainer
-from worker.types import Finding
+from worker.types import Finding, Rollback
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by bare names
 from demo import DATA, GRADER, HYPERPARAMETERS
@@ -102,6 +103,13 @@ class DemoRun:
     outcome: str | None  # of its verdict
 
 
+class WithoutRollback(RolloutExperience):
+    """Goes on after a collapse, which is what the rules are measured on."""
+
+    def rollback(self, history: History, checkpoints: Checkpoints) -> Rollback | None:
+        return None
+
+
 def hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
     return with_optimizer(optimizer) | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
@@ -137,7 +145,7 @@ def train(seed: int, asked: Mapping[str, Any]) -> DemoRun:
         with database.read() as session:
             job = session.query(Job).one()
         attempt = Attempt(claim, job, database, FolderBlobs(Path(folder, "blobs")), RetryPolicy(0.0, print))
-        experience = RolloutExperience(
+        experience = WithoutRollback(
             settings=settings,
             seed=seed,
             graders=grader_parts(parse_grader(GRADER)),

@@ -27,6 +27,7 @@ from worker.model.policy import Policy
 from worker.recording import alerts
 from worker.training import grpo, trust_region
 from worker.training.optimizer import AdapterOptimizer
+from worker.training.top_kl import kl_from_top, top_tokens
 from worker.training.trainer import PeftTrainer
 from worker.training.trust_region import StepTaken, TrustRegion
 
@@ -72,13 +73,25 @@ def step(region: TrustRegion, state: Any, divisor: float = 1.0) -> StepTaken:
 
 
 class TestFormulas:
-    def test_k3_of_tokens_that_were_drawn_is_the_kl_in_the_mean(self) -> None:
-        of_each = grpo.kl_k3(BEFORE, AFTER)
+    def test_the_kl_of_the_likeliest_tokens_and_the_others_as_one_is_that_of_all_if_one_is_left(self) -> None:
+        ids, before = top_tokens(BEFORE[None], 64)
 
-        # exp(x) - 1 - x with x = log q - log p (Schulman, "Approximating KL divergence").
-        assert of_each.tolist() == pytest.approx([0.1948387593, 0.4298135791, 0.0510828539], abs=1e-9)
-        assert (BEFORE.exp() * of_each).sum().item() == pytest.approx(KL, abs=1e-9)
+        [found] = kl_from_top(AFTER[None], ids, before)
+
+        assert ids.tolist() == [[0, 1]]
         assert (BEFORE.exp() * (BEFORE - AFTER)).sum().item() == pytest.approx(KL, abs=1e-9)
+        assert found.item() == pytest.approx(KL, abs=1e-9)
+
+    def test_it_is_less_with_more_others(self) -> None:
+        [found] = kl_from_top(AFTER[None], *top_tokens(BEFORE[None], 1))
+
+        assert found.item() == pytest.approx(grpo.binary_kl(BEFORE, AFTER)[0].item(), abs=1e-9)
+        assert 0 < found.item() < KL
+
+    def test_tokens_that_the_sampler_could_not_draw_count_for_nothing(self) -> None:
+        one = torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]])
+
+        assert kl_from_top(one, *top_tokens(one, 2)).tolist() == [0.0]
 
     def test_the_binary_kl_of_any_token_is_at_most_the_kl(self) -> None:
         of_each = grpo.binary_kl(BEFORE, AFTER)
@@ -242,22 +255,24 @@ class TestSampledAnswers:
     ) -> None:
         policy = make_policy(moved=True)
         groups = sampled(policy, MIXED)
-        settings = asked({"step_kl": 10.0, "warmup_steps": 0})
-        one = PeftTrainer(policy, settings, token_budget=4096)
+        one = PeftTrainer(policy, asked({"step_kl": 10.0, "temperature": 0.7}), token_budget=4096)
 
         def logprobs() -> Tensor:
-            for group in groups:
-                one.add(group)
-            packs = [share.pack for share in one._shares if share.pack is not None]
-            one._shares, one._waiting, one._answers = [], [], 0
+            """Of all tokens [m, V] at the measured positions: those of all answers, which are short."""
+            rows = [
+                (len(group.prompt.ids) - 1, [*group.prompt.ids, *rollout.output_ids_T])
+                for group in groups
+                for rollout in group.rollouts_G
+            ]
             with torch.no_grad():
-                return one.loss.logprobs(one.loss.tensors(packs)).double()
+                of_rows = [policy.model(torch.tensor([row])).logits[0, start:-1] for start, row in rows]
+            return (torch.cat(of_rows).double() / 0.7).log_softmax(-1)
 
         before = logprobs()
         metrics = learn(one, groups)
 
-        expected = (torch.exp(logprobs() - before) - 1 - (logprobs() - before)).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=1e-3)
+        expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
+        assert metrics.step_kl == pytest.approx(expected, rel=0.05)
 
     @pytest.mark.parametrize("options", [{"updates_per_batch": 2}, {"mini_batches": 2}, {"loss": "ppo"}])
     def test_each_update_of_a_step_is_measured(

@@ -1,7 +1,7 @@
 """A loss: what a gradient adds up, micro-batch by micro-batch. worker/training/losses.py says which loss a job has."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from worker.model.batch import Tensors, split, tensors_of
+from worker.model.json_schema import forbidden
 from worker.model.policy import Policy
+from worker.model.sizing import HEAD_CHUNK
+from worker.model.token_logprobs import predicting
+from worker.training.top_kl import kl_from_top, top_tokens
 from worker.training.world import World
 from worker.types import Pack, TopTokens, TrainingSequence
 
@@ -59,6 +64,10 @@ class GradientSums:
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return GradientSums(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
+
+# Of the answers on which the KL of an update is measured: a micro-batch of the step as a whole would cost a third of
+# its passes again. Of each position the likeliest tokens are compared one by one; the others count as one.
+MEASURED_TOKENS, TOP = 256, 64
 
 # The shortest sequence with a learned token.
 SHORTEST = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0)
@@ -112,15 +121,18 @@ def measured(batches: Sequence[Batch], part: int) -> Batch | None:
     return None if chosen is None or chosen.before is None else chosen
 
 
-def first_packs(batch: Batch, tokens: int) -> Batch:
-    """Return the first packs of a micro-batch, with at most so many tokens, but at least one pack."""
-    ends = accumulate(pack.tokens for pack in batch.packs)
-    chosen = [
-        pack
-        for number, (pack, end) in enumerate(zip(batch.packs, ends, strict=True))
-        if not number or end <= tokens
-    ]
-    return Batch(chosen, batch.part, batch.is_filler)
+def first_answers(batch: Batch, tokens: int, *, whole: bool) -> Batch:
+    """Return the first packs of a micro-batch, with at most so many tokens, but at least one answer.
+
+    Args:
+        whole: do not divide a pack.
+    """
+    ends = list(accumulate(pack.tokens for pack in batch.packs))
+    packs = [pack for pack, end in zip(batch.packs, ends, strict=True) if end <= tokens]
+    if not packs:
+        first = batch.packs[0]
+        packs = [first if whole else next(split(first, tokens))]
+    return Batch(packs, batch.part, batch.is_filler)
 
 
 # Tensors of a batch with one number for each trained token.
@@ -188,23 +200,66 @@ class Loss(ABC):
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         """The sum of the loss over a micro-batch, and its statistics."""
 
-    @abstractmethod
-    def kl_from_before(self, batch: Batch) -> float:
-        """Return KL(before || after) of the newest update, in nats a token, from a micro-batch of its pass."""
+    @property
+    def temperature(self) -> float:
+        """Divides the logits of the policy."""
+        return 1.0
 
-    def keep_prediction(self, batch: Batch) -> None:
-        """Keep what `kl_from_before` needs of the policy before the update, unless the pass has kept it."""
-        return
+    def laid_out(self, batch: Batch) -> Tensors:
+        """The rows of a micro-batch."""
+        return tensors_of(batch.packs, self.policy.device)
 
-    def before_step(self, batches: Sequence[Batch]) -> None:
-        """Prepare for `step_kl`, once the gradient is computed."""
-        if (batch := measured(batches, 0)) is not None:
+    def keep_hidden(self, batch: Batch, hidden: Tensor) -> None:
+        """Keep the hidden states [M, h] of a pass for `before_step`: those of the positions that are measured."""
+        if self.settings.step_kl:
+            batch.before = hidden[:MEASURED_TOKENS].detach().clone()
+
+    def before_step(self, batches: Sequence[Batch], part: int = 0) -> None:
+        """Prepare for `step_kl`, once the gradient of a mini-batch is computed."""
+        if (batch := measured(batches, part)) is not None:
             self.keep_prediction(batch)
 
     def step_kl(self, batches: Sequence[Batch], part: int = 0) -> float | None:
-        """Measure how far the newest update of a mini-batch has moved the policy, on one micro-batch. None: no data."""
+        """Return KL(before || after) of the newest update of a mini-batch, in nats a token, from one micro-batch.
+
+        None: there is none, on a rank or after an out-of-memory error.
+        """
         batch = measured(batches, part)
         return None if batch is None else self.kl_from_before(batch)
+
+    def keep_prediction(self, batch: Batch) -> None:
+        """Keep the likeliest tokens at the measured positions, by the head of before the update: it may be trained."""
+        assert batch.before is not None
+        allowed = self.laid_out(self._first(batch)).allowed_M
+        tops = [top_tokens(each, TOP) for each in self._logprobs(batch.before, allowed)]
+        batch.top = TopTokens(*map(torch.cat, zip(*tops, strict=True)))
+
+    def kl_from_before(self, batch: Batch) -> float:
+        """The KL over all tokens, of the first answers: exact where k3 of the sampled tokens would be noise, and right
+        for tokens that the policy has not sampled."""
+        assert batch.top is not None, "`before_step` comes first"
+        tensors = self.laid_out(self._first(batch))
+        after = predicting(self.policy, tensors)[: len(batch.top.ids)]
+        before = (torch.split(each[: len(after)], HEAD_CHUNK) for each in (batch.top.ids, batch.top.logprobs))
+        tops = zip(*before, strict=True)
+        logprobs = self._logprobs(after, tensors.allowed_M)
+        return (
+            torch.cat([kl_from_top(each, *top) for each, top in zip(logprobs, tops, strict=True)])
+            .mean()
+            .item()
+        )
+
+    def _first(self, batch: Batch) -> Batch:
+        return first_answers(batch, MEASURED_TOKENS, whole=self.couples_answers)
+
+    def _logprobs(self, hidden: Tensor, allowed_M: Tensor | None) -> Iterator[Tensor]:
+        """Of all tokens [m, V], by chunks of positions."""
+        for first in range(0, len(hidden), HEAD_CHUNK):
+            logits = self.policy.logits(hidden[first : first + HEAD_CHUNK])
+            if allowed_M is not None:
+                allowed = allowed_M[first : first + len(logits)]
+                logits.masked_fill_(forbidden(allowed, logits.shape[-1]), -torch.inf)
+            yield logits.div_(self.temperature).log_softmax(-1)
 
     @property
     def trainable(self) -> list[Parameter]:

@@ -20,14 +20,11 @@ from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_and_entropy, predicting
 from worker.model.value_head import ValueHead
 from worker.training import grpo, ppo, token_rewards
-from worker.training.loss import Batch, GradientSums, Loss, StepValues, first_packs
+from worker.training.loss import Batch, GradientSums, Loss, StepValues
 from worker.training.sampler_gate import SamplerGap
 from worker.training.steps import ends_in_text, token_ends
 from worker.training.token_rewards import Moments, StepMoments
 from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
-
-# Of the answers on which the KL of an update is measured.
-MEASURED_TOKENS = 2048
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -356,8 +353,7 @@ class PolicyLoss(Loss):
         tensors = self._tensors(batch)
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(tensors)
-        logp_M, entropy_M, value_M = self.forward(tensors)
-        batch.before = logp_M.detach()
+        logp_M, entropy_M, value_M = self.forward(tensors, batch)
         if batch.old_logp is None:
             # The policy of the first pass is the one that sampled, so its log-probabilities are the old ones.
             batch.old_logp = logp_M.detach()
@@ -460,11 +456,12 @@ class PolicyLoss(Loss):
         with self.as_reference():
             return self.logprobs(tensors)
 
-    def kl_from_before(self, batch: Batch) -> float:
-        """By k3, whose mean is the KL over tokens that the policy has sampled."""
-        assert batch.before is not None
-        after_M = self.logprobs(self._tensors(first_packs(batch, MEASURED_TOKENS)))
-        return grpo.kl_k3(batch.before[: len(after_M)].double(), after_M.double()).mean().item()
+    @property
+    def temperature(self) -> float:
+        return self.settings.temperature
+
+    def laid_out(self, batch: Batch) -> Tensors:
+        return self._tensors(batch)
 
     def _tensors(self, batch: Batch) -> Tensors:
         # A filler need not be an answer that the schema allows.
@@ -484,12 +481,14 @@ class PolicyLoss(Loss):
         """Compute the log-probability [M] of each trained token."""
         return logprobs(self.policy, tensors, self.settings.temperature)
 
-    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, tensors: Tensors, batch: Batch | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the log-probability [M] of each trained token, and the entropy [M] and value [M] at its position.
 
-        There is no value without a value head.
+        There is no value without a value head. `batch` is that of a pass before an update, which is measured.
         """
         hidden = predicting(self.policy, tensors)
+        if batch is not None:
+            self.keep_hidden(batch, hidden)
         value_M = None if self.value_head is None else self.value_head(hidden)
         return *logprobs_and_entropy(self.policy, hidden, tensors, self.settings.temperature), value_M
 

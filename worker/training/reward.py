@@ -20,8 +20,8 @@ from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.training import grpo
-from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues, first_packs
-from worker.training.row_loss import MEASURED_TOKENS, RowLoss
+from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues
+from worker.training.row_loss import RowLoss
 from worker.types import Pack
 
 
@@ -61,7 +61,7 @@ class RewardLoss(RowLoss):
 
     def kl_from_before(self, batch: Batch) -> float:
         """Of the predicted probabilities: that the preferred answer of a pair wins, or that a step is right."""
-        tensors = tensors_of(first_packs(batch, MEASURED_TOKENS).packs, self.policy.device)
+        tensors = self.laid_out(self._first(batch))
         after_N = reward_head.rewards(self.policy, self.head, tensors)
         assert batch.before is not None
         before_N = batch.before[: len(after_N)]

@@ -227,6 +227,8 @@ class PeftTrainer:
         return taken
 
     def _policy_step(self, divisor: float, part: int) -> StepTaken:
+        if self.trust.target:
+            self.gradient.of_kept(PolicyLoss.before_step, part)
         return self.trust.step(
             self.trained, divisor, self.steps_taken - self.waits, partial(self._step_kl, part)
         )
