@@ -104,7 +104,7 @@ class DemoRun:
 
 
 class WithoutRollback(RolloutExperience):
-    """Goes on after a collapse, which is what the rules are measured on."""
+    """Continues after a collapse, on which the rules are measured."""
 
     def rollback(self, history: History, checkpoints: Checkpoints) -> Rollback | None:
         return None
@@ -121,7 +121,7 @@ def with_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**HYPERPARAMETERS, "advanced": advanced}
 
 
-def train(seed: int, asked: Mapping[str, Any]) -> DemoRun:
+def train(seed: int, requested: Mapping[str, Any]) -> DemoRun:
     """Run the demo's job with these hyperparameters."""
     train_rows, valid_rows = (
         datasets.read_examples(iter([(DATA / f"{split}.jsonl").read_bytes()])) for split in ("train", "valid")
@@ -129,7 +129,7 @@ def train(seed: int, asked: Mapping[str, Any]) -> DemoRun:
     entry, cache = Registry.load(None).get(MODEL), Settings().model_cache
     policy = Policy(load_base(MODEL, entry, cache, "cpu"), rank=16, alpha=32, seed=seed)
     settings = resolve(
-        Hyperparameters.model_validate(asked),
+        Hyperparameters.model_validate(requested),
         rows=len(train_rows),
         parameters=135_000_000,
         context=entry.context,

@@ -21,8 +21,9 @@ from typing import Any
 from bench import monitors, sparse
 from bench.report import report
 from bench.sizes import TINY, sized
-from core.jobs.hyperparameter_groups import STEP_KL
+from core.jobs.hyperparameter_groups import Optimizer
 
+STEP_KL = Optimizer().step_kl  # the default
 RULES = {"collapse", "kl_jump"}
 
 
@@ -58,7 +59,7 @@ def main() -> None:
         keep.mkdir(parents=True, exist_ok=True)
         for rate in args.learning_rates or [None]:
             runs = {
-                target: {seed: kept(keep, seed, optimizer(target, rate), args) for seed in args.seeds}
+                target: {seed: read_or_run(keep, seed, optimizer(target, rate), args) for seed in args.seeds}
                 for target in args.targets
             }
             report("step_kl" if rate is None else f"step_kl at {rate:g}", figures(runs))
@@ -66,28 +67,28 @@ def main() -> None:
 
 def optimizer(target: float, rate: float | None) -> dict[str, Any]:
     """The hyperparameters of the optimizer with this target; those of before the trust region for 0."""
-    asked: dict[str, Any] = {"step_kl": target}
+    requested: dict[str, Any] = {"step_kl": target}
     if not target:
-        asked["warmup_steps"] = 0
-    return asked if rate is None else asked | {"learning_rate": rate}
+        requested["warmup_steps"] = 0
+    return requested if rate is None else requested | {"learning_rate": rate}
 
 
-def kept(folder: Path, seed: int, asked: Mapping[str, Any], args: argparse.Namespace) -> Measured:
+def read_or_run(folder: Path, seed: int, requested: Mapping[str, Any], args: argparse.Namespace) -> Measured:
     """Read a run, or run it and keep it."""
-    rate = asked.get("learning_rate", "auto")
-    file = folder / f"{asked['step_kl']:g}-{rate}-{args.epochs}-{seed}.json"
+    rate = requested.get("learning_rate", "auto")
+    file = folder / f"{requested['step_kl']:g}-{rate}-{args.epochs}-{seed}.json"
     if not file.exists():
         began, cpu = time.monotonic(), time.process_time()
-        run = tiny(seed, asked) if TINY else demo(seed, asked, args)
+        run = tiny(seed, requested) if TINY else demo(seed, requested, args)
         seconds = {"wall_seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu}
         file.write_text(json.dumps(run | seconds))
         print(f"{file.stem}: {run}", flush=True)
     return Measured(**json.loads(file.read_text()))
 
 
-def demo(seed: int, asked: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def demo(seed: int, requested: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     changes = {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
-    run = monitors.train(seed, monitors.with_optimizer(asked) | changes)
+    run = monitors.train(seed, monitors.with_optimizer(requested) | changes)
     found = {finding.rule for _, finding in monitors.warnings(run.steps)}
     return {
         "curve": [value for step in run.steps if (value := step.get("full_valid_mean_reward")) is not None],
@@ -97,8 +98,8 @@ def demo(seed: int, asked: Mapping[str, Any], args: argparse.Namespace) -> dict[
     }
 
 
-def tiny(seed: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-    curve = sparse.ours(seed, asked)
+def tiny(seed: int, requested: Mapping[str, Any]) -> dict[str, Any]:
+    curve = sparse.ours(seed, requested)
     is_healthy = sparse.quarters(curve)[-1] >= sparse.quarters(curve)[0]
     return {"curve": curve, "is_healthy": is_healthy, "largest_step_kl": None, "retries": 0}
 
@@ -139,8 +140,8 @@ def compared(
     return found
 
 
-def _ratio(some: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.fmean(some) / statistics.fmean(others)
+def _ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.fmean(values) / statistics.fmean(base)
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Where a job whose model has collapsed continues, and how, with the message to the user and its numbers."""
+    """The return of a collapsed job to an earlier checkpoint, with the message to the user and its numbers."""
 
     step: int  # of the checkpoint; 0: the model that the job started from
     learning_rate: float

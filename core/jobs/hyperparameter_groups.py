@@ -283,14 +283,13 @@ ScheduleGroup = Annotated[OnPolicy | OffPolicy, Field(discriminator="type")]
 # Groups without variants.
 
 
-STEP_KL = 0.05
 WARMUP_STEPS = 3  # automatic, with a step trust region
 
 
-def warmup_steps(asked: Auto | int, step_kl: float, total_steps: int) -> int:
+def warmup_steps(requested: Auto | int, step_kl: float, total_steps: int) -> int:
     """Resolve the steps of the learning rate's warm-up."""
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     return min(WARMUP_STEPS, total_steps - 1) if step_kl else 0
 
 
@@ -366,7 +365,7 @@ class AnyOptimizer(Value):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # The step trust region, in nats a token: an update that moves the policy by more than twice as much is undone and
     # repeated with a lower rate, and skipped after three tries. 0: off.
-    step_kl: float = Field(default=STEP_KL, ge=0, le=10)
+    step_kl: float = Field(default=0.05, ge=0, le=10)
 
 
 class Optimizer(AnyOptimizer):

@@ -121,17 +121,17 @@ def measured(batches: Sequence[Batch], part: int) -> Batch | None:
     return None if chosen is None or chosen.before is None else chosen
 
 
-def first_answers(batch: Batch, tokens: int, *, whole: bool) -> Batch:
-    """Return the first packs of a micro-batch, with at most so many tokens, but at least one answer.
+def first_answers(batch: Batch, tokens: int, *, divides_packs: bool) -> Batch:
+    """Return the first packs of a micro-batch, with at most `tokens` tokens, but at least one answer.
 
     Args:
-        whole: do not divide a pack.
+        divides_packs: the first answers of a pack above the limit, and not all of them.
     """
     ends = list(accumulate(pack.tokens for pack in batch.packs))
     packs = [pack for pack, end in zip(batch.packs, ends, strict=True) if end <= tokens]
     if not packs:
         first = batch.packs[0]
-        packs = [first if whole else next(split(first, tokens))]
+        packs = [next(split(first, tokens)) if divides_packs else first]
     return Batch(packs, batch.part, batch.is_filler)
 
 
@@ -250,7 +250,7 @@ class Loss(ABC):
         )
 
     def _first(self, batch: Batch) -> Batch:
-        return first_answers(batch, MEASURED_TOKENS, whole=self.couples_answers)
+        return first_answers(batch, MEASURED_TOKENS, divides_packs=not self.couples_answers)
 
     def _logprobs(self, hidden: Tensor, allowed_M: Tensor | None) -> Iterator[Tensor]:
         """Of all tokens [m, V], by chunks of positions."""

@@ -67,9 +67,9 @@ class TrustRegion:
         norm = trained.prepare(divisor)
         if norm is None:
             return StepTaken(None)
-        taken = self._tried(trained, norm, steps_taken, measure)
+        update = self._tried(trained, norm, steps_taken, measure)
         trained.clear()
-        return taken
+        return update
 
     def _tried(
         self, trained: TrainedState, norm: float, steps_taken: int, measure: Callable[[], float | None]
@@ -91,9 +91,9 @@ class TrustRegion:
         return StepTaken(norm, learning_rate, kl, RETRIES, is_rejected=True)
 
 
-def step_metrics(taken: Sequence[StepTaken]) -> dict[str, Any]:
+def step_metrics(updates: Sequence[StepTaken]) -> dict[str, Any]:
     """Return the metrics of the updates of one step; none where the weights took none."""
-    steps = [one for one in taken if one.learning_rate is not None]
+    steps = [one for one in updates if one.learning_rate is not None]
     if not steps:
         return {}
     return {

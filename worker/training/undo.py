@@ -15,15 +15,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Copies:
-    """The weights of an optimizer with their moments, as they are now."""
+    """The weights of an optimizer with their moments, as they are now, in main memory: the memory plan of a GPU has
+    no room for them."""
 
     def __init__(self, adamw: torch.optim.AdamW) -> None:
         self._adamw = adamw
         self._weights = [
-            (one, one.detach().clone()) for group in adamw.param_groups for one in group["params"]
+            (one, one.detach().to("cpu", copy=True))
+            for group in adamw.param_groups
+            for one in group["params"]
         ]
         self._states = {
-            weight: {name: tensor.clone() for name, tensor in state.items()}
+            weight: {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
             for weight, state in adamw.state.items()
         }
 
