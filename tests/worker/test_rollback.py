@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
 from tests.fakes import Skill, SkillTrainer
+from tests.present import present
 from tests.worker.conftest import Bench
 from worker.history import History
 from worker.recording.rollback import RULE, rollback
@@ -19,7 +21,6 @@ from worker.run import RunOutcome
 from worker.types import Rollback, UpdateMetrics
 
 COLLAPSED = json.loads((Path(__file__).parent / "recorded" / "demo-seed-5.json").read_text())
-HEALTHY = json.loads((Path(__file__).parent / "recorded" / "demo-seed-1.json").read_text())
 
 
 def settings(**fields: Any) -> Resolved:
@@ -63,8 +64,58 @@ def test_it_continues_from_the_newest_checkpoint_without_evidence_of_damage() ->
     assert found.step == 1
 
 
-def test_a_healthy_run_is_never_rolled_back() -> None:
-    assert not any(decided(HEALTHY, step) for step in range(1, 24))
+def test_of_ten_recorded_runs_only_the_one_that_collapsed_is_rolled_back() -> None:
+    folder = Path(__file__).parent / "recorded"
+    runs = {path.stem: json.loads(path.read_text()) for path in folder.glob("demo-seed-*.json")}
+
+    rolled_back = [name for name, run in runs.items() if any(decided(run, step) for step in range(1, 24))]
+
+    assert (len(runs), rolled_back) == (10, ["demo-seed-5"])
+
+
+def silent(rewards: Sequence[float], **newest: float) -> list[dict[str, Any]]:
+    """A run that has become one answer to each prompt in its last three steps, with a validation of 0.4 at step 0."""
+    steps: list[dict[str, Any]] = [{"step": 0, "full_valid_mean_reward": 0.4}]
+    for number, reward in enumerate(rewards, start=1):
+        steps.append(
+            {"step": number, "train_mean_reward": reward, "sampling_entropy": 2.0, "groups_mixed_share": 1.0}
+        )
+    for step in steps[-3:]:
+        step |= {"sampling_entropy": 0.1, "groups_mixed_share": 0.0}
+    steps[-1] |= newest
+    return steps
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (0.6, 0.7, 0.8, 0.85, 0.85, 0.85),  # the best score of the grader is 0.85
+        (0.4, 0.45, 0.5, 0.5, 0.5),
+        (0.05, 0.2, 0.4, 0.4, 0.4),
+        (3.0, 3.5, 4.0, 4.0, 4.0),
+    ],
+)
+def test_a_policy_that_has_learned_what_its_grader_scores_is_not_rolled_back(
+    rewards: Sequence[float],
+) -> None:
+    assert decided(silent(rewards), len(rewards)) is None
+
+
+def test_validation_decides_whether_the_model_is_lost() -> None:
+    rose, fell = (0.4, 0.5, 0.5, 0.5), (0.4, 0.4, 0.3, 0.3)
+
+    assert decided(silent(rose, full_valid_mean_reward=0.4), 4) is not None
+    assert decided(silent(fell, full_valid_mean_reward=0.5), 4) is None
+    assert decided(silent(fell), 4) is not None
+
+
+def test_a_checkpoint_that_validation_has_shown_to_be_better_is_kept() -> None:
+    run = silent((0.4, 0.5, 0.4, 0.3, 0.3, 0.3))
+    run[3]["kl"] = 50.0  # of the answers by the model of step 2
+    better = [one | ({"full_valid_difference_low": 0.1} if one["step"] == 2 else {}) for one in run]
+
+    assert present(decided(run, 6, saved=(1, 2))).step == 1
+    assert present(decided(better, 6, saved=(1, 2))).step == 2
 
 
 def test_a_job_is_rolled_back_once_and_not_after_its_last_step() -> None:

@@ -195,6 +195,26 @@ def _collapse(steps: Steps, share: float) -> Found | None:
     return f"{message}. Lower the learning rate.", data
 
 
+def is_lost(steps: Steps) -> bool:
+    """Return whether a collapse has certainly cost the model what it could do at the start.
+
+    A policy that has solved what it can also gives few different answers. The newest validation of the last WINDOW
+    steps decides: it is not above that of step 0. Without one, the training reward of these steps is not above that
+    of step 1.
+    """
+    recent, base = steps[-WINDOW:], first(steps, "full_valid_mean_reward")
+    if base is not None and (validated := last(recent, "full_valid_mean_reward", 1)):
+        return recent[-1].step > base[0] and validated[0] <= base[1]
+    start, rewards = first(steps, "train_mean_reward"), last(recent, "train_mean_reward", WINDOW)
+    return start is not None and bool(rewards) and statistics.fmean(rewards) <= start[1]
+
+
+def is_improved(steps: Steps, step: int) -> bool:
+    """Return whether validation of this step is above that of step 0 by more than chance."""
+    lows = (one.full_valid_difference_low for one in steps if one.step == step)
+    return any(low is not None and low > 0 for low in lows)
+
+
 def _one_answer(steps: Steps, share: float) -> Found | None:
     """The policy gives the same answers to every prompt, so that nothing is left to learn from, and has not learned.
 
