@@ -11,8 +11,9 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from graders.spec import parse_grader
 from tests import factories
 from worker.attempt import Attempt
 from worker.history import History
+from worker.interfaces import Checkpoints
 from worker.model.policy import Policy, load_base, render
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.exporters.threads import ExporterThreads
@@ -44,7 +46,7 @@ from worker.rollout.prompts import PromptStream, tokenize
 from worker.run import Run
 from worker.sampling.transformers import TransformersSampler
 from worker.training.trainer import PeftTrainer
-from worker.types import Finding
+from worker.types import Finding, Rollback
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by bare names
 from demo import DATA, GRADER, HYPERPARAMETERS
@@ -68,12 +70,13 @@ def main() -> None:
         trained = {}
         for seed in args.seeds:
             name = f"{args.learning_rate or 'auto'}-{seed}.json"
-            trained[name] = train(seed, args)
+            trained[name] = trained_run = train(seed, hyperparameters(args))
+            print(seed, trained_run.warned, flush=True)
             if args.keep:
                 args.keep.mkdir(parents=True, exist_ok=True)
-                (args.keep / name).write_text(json.dumps(trained[name][0]))
-        runs = {name: steps for name, (steps, _) in trained.items()}
-        seen = {"warning_events": sum(len(warned) for _, warned in trained.values())}
+                (args.keep / name).write_text(json.dumps(trained_run.steps))
+        runs = {name: one.steps for name, one in trained.items()}
+        seen = {"warning_events": sum(len(one.warned) for one in trained.values())}
     alarms = {name: list(warnings(steps)) for name, steps in runs.items()}
     for name in runs:
         for step, finding in alarms[name]:
@@ -91,19 +94,42 @@ def warnings(steps: list[dict[str, Any]]) -> Iterator[tuple[int, Finding]]:
             yield step.step, finding
 
 
-def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """The recorded steps of a run, and its events above level info."""
-    asked: dict[str, Any] = HYPERPARAMETERS | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
-    if args.learning_rate:
-        optimizer = asked["advanced"].get("optimizer", {}) | {"learning_rate": args.learning_rate}
-        asked["advanced"] = asked["advanced"] | {"optimizer": optimizer}
+@dataclass(frozen=True)
+class DemoRun:
+    """A run of the demo's task."""
+
+    steps: list[dict[str, Any]]  # as recorded
+    warned: list[str]  # its events above level info
+    outcome: str | None  # of its verdict
+
+
+class WithoutRollback(RolloutExperience):
+    """Continues after a collapse, on which the rules are measured."""
+
+    def rollback(self, history: History, checkpoints: Checkpoints) -> Rollback | None:
+        return None
+
+
+def hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
+    optimizer = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
+    return with_optimizer(optimizer) | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
+
+
+def with_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of the demo with these of the group `optimizer`."""
+    advanced = {**HYPERPARAMETERS["advanced"], "optimizer": dict(optimizer)}
+    return {**HYPERPARAMETERS, "advanced": advanced}
+
+
+def train(seed: int, requested: Mapping[str, Any]) -> DemoRun:
+    """Run the demo's job with these hyperparameters."""
     train_rows, valid_rows = (
         datasets.read_examples(iter([(DATA / f"{split}.jsonl").read_bytes()])) for split in ("train", "valid")
     )
     entry, cache = Registry.load(None).get(MODEL), Settings().model_cache
     policy = Policy(load_base(MODEL, entry, cache, "cpu"), rank=16, alpha=32, seed=seed)
     settings = resolve(
-        Hyperparameters.model_validate(asked),
+        Hyperparameters.model_validate(requested),
         rows=len(train_rows),
         parameters=135_000_000,
         context=entry.context,
@@ -119,7 +145,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
         with database.read() as session:
             job = session.query(Job).one()
         attempt = Attempt(claim, job, database, FolderBlobs(Path(folder, "blobs")), RetryPolicy(0.0, print))
-        experience = RolloutExperience(
+        experience = WithoutRollback(
             settings=settings,
             seed=seed,
             graders=grader_parts(parse_grader(GRADER)),
@@ -136,8 +162,9 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
             warned = [
                 e.message for e in session.query(Event).where(Event.level != "info").order_by(Event.seq)
             ]
-            print(seed, warned, flush=True)
-            return [step.without_sections().to_data() for step in events.metrics(session, job.id)], warned
+            verdict = session.query(Job).one().verdict
+            steps = [step.without_sections().to_data() for step in events.metrics(session, job.id)]
+            return DemoRun(steps, warned, None if verdict is None else verdict["outcome"])
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,8 @@ def score(text: str, color: str) -> float:
     return float(color in text.split())
 
 
-def ours(seed: int) -> list[float]:
+def ours(seed: int, optimizer: Mapping[str, Any] | None = None) -> list[float]:
+    """The mean reward of each step. `optimizer`: hyperparameters in place of the task's learning rate."""
     from core.jobs.hyperparameters import Hyperparameters, resolve
     from core.registry import BaseModelEntry
     from graders.types import Grade
@@ -97,7 +98,7 @@ def ours(seed: int) -> list[float]:
     policy = Policy(base, rank=RANK, alpha=2 * RANK, seed=seed)
     advanced = {
         "loss": {"type": "dapo"},
-        "optimizer": {"learning_rate": RATE},
+        "optimizer": {"learning_rate": RATE, **(optimizer or {})},
         "sampling": {"group_size": GROUP, "max_completion_tokens": ANSWER},
         "lora": {"rank": RANK, "alpha": 2 * RANK},
     }

@@ -246,6 +246,26 @@ class StepMetrics(_Part):
         csv=True,
     )
     grad_norm: float | None = metric("Norm of the gradient before clipping.", csv=True, offline=True)
+    learning_rate: float | None = metric(
+        "Learning rate of the update: that of the schedule, or less after an update was undone.",
+        csv=True,
+        offline=True,
+    )
+    step_kl: float | None = metric(
+        "KL(before || after) per token of the update, on one micro-batch; the largest of several updates.",
+        "nats",
+        csv=True,
+        offline=True,
+    )
+    update_retries: int | None = metric(
+        "How often an update was undone, because it exceeded twice the target `step_kl`, and repeated with a lower "
+        "rate.",
+        offline=True,
+    )
+    rejected_updates: int | None = metric(
+        "Updates that were still beyond twice the target after the last try, and changed nothing.",
+        offline=True,
+    )
     logprob_gap: float | None = metric(
         "Mean |log p of the sampler - log p of the trainer| per token.", "nats", csv=True
     )

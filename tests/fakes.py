@@ -150,10 +150,11 @@ class RecordingOptimizer(AdapterOptimizer):
         super().__init__(policy, **options)
         self.gradients: list[list[Tensor]] = []
 
-    def descend(self, steps_taken: int) -> None:
+    def descend(self, steps_taken: int, rate: float) -> float:
         gradients = [parameter.grad for parameter in self.policy.trainable]
         kept = [gradient.clone() for gradient in gradients if gradient is not None]
         self.gradients.append(kept)
+        return self.learning_rate
 
 
 class IdleTrainer(SkillTrainer):

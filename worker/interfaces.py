@@ -12,7 +12,18 @@ from core.step_metrics import StepMetrics
 from worker.clock import Clock
 from worker.history import History, Steps
 from worker.sampling import Answer
-from worker.types import Ended, Finding, GradedStep, Group, Prompt, RowScores, Schedule, Stop, UpdateMetrics
+from worker.types import (
+    Ended,
+    Finding,
+    GradedStep,
+    Group,
+    Prompt,
+    Rollback,
+    RowScores,
+    Schedule,
+    Stop,
+    UpdateMetrics,
+)
 
 Learned = TypeVar("Learned")
 Validated = TypeVar("Validated")
@@ -173,6 +184,18 @@ class Checkpoints(Protocol):
         """The step of the newest one, of a job that has one."""
         ...
 
+    def steps(self) -> Sequence[int]:
+        """The steps of all checkpoints."""
+        ...
+
+    def roll_back(self, rollback: Rollback) -> bool:
+        """Have the next attempt continue as `rollback` says, and record its event.
+
+        Returns:
+            False: nothing has changed, because a later checkpoint is in use by an alias or by another job.
+        """
+        ...
+
     def delete_resume_files(self) -> None:
         """Delete what only a run that resumes reads."""
         ...
@@ -233,6 +256,10 @@ class Experience(Protocol[Learned, Validated]):
 
     def reason_to_stop(self, steps: Steps) -> Stop | None:
         """The reason to end the run after the last of these steps; None: it continues."""
+        ...
+
+    def rollback(self, history: History, checkpoints: Checkpoints) -> Rollback | None:
+        """Return how the run continues if its newest step shows that the model has collapsed; None: as it is."""
         ...
 
     def details(

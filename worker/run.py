@@ -85,11 +85,18 @@ class Run:
         experience.check(self.history, self.recorder, clock, learned, validated)
         if early is not None:  # before the checkpoint, from which an attempt would not come to this again
             self.recorder.inform(early.message, {"step": step, **early.evidence})
+        elif self.is_rolled_back():
+            return RunOutcome.INTERRUPTED
         if experience.schedule.is_saved(step) or early is not None or stop:
             self.save(data, for_pause=pause)
         if early is not None:
             return RunOutcome.DONE
         return RunOutcome.INTERRUPTED if stop else None
+
+    def is_rolled_back(self) -> bool:
+        """Whether the model has collapsed, so that the next attempt continues from an earlier checkpoint."""
+        rollback = self.experience.rollback(self.history, self.checkpoints)
+        return rollback is not None and self.checkpoints.roll_back(rollback)
 
     async def measure_start(self) -> bool:
         """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""

@@ -366,6 +366,11 @@ class UpdateMetrics:
     value_loss: float | None = None  # with a value head, like the next
     explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken
+    # Of the step trust region (worker/training/trust_region.py); None: the weights took no step.
+    learning_rate: float | None = None  # of the last update
+    step_kl: float | None = None  # the largest KL(before || after) of an update; None: not measured
+    update_retries: int | None = None
+    rejected_updates: int | None = None
     # Of the answers that were computed; empty unless the trainer keeps them. Not a metric.
     tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)
 
@@ -416,6 +421,16 @@ class Stop:
 
     message: str
     evidence: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The return of a collapsed job to an earlier checkpoint, with the message to the user and its numbers."""
+
+    step: int  # of the checkpoint; 0: the model that the job started from
+    learning_rate: float
+    message: str
+    data: Mapping[str, Any]
 
 
 # How an attempt ended. interrupted: another attempt resumes the same run.

@@ -283,6 +283,16 @@ ScheduleGroup = Annotated[OnPolicy | OffPolicy, Field(discriminator="type")]
 # Groups without variants.
 
 
+WARMUP_STEPS = 3  # automatic, with a step trust region
+
+
+def warmup_steps(requested: Auto | int, step_kl: float, total_steps: int) -> int:
+    """Resolve the steps of the learning rate's warm-up."""
+    if requested != "auto":
+        return requested
+    return min(WARMUP_STEPS, total_steps - 1) if step_kl else 0
+
+
 TemplateArgument = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
 
 
@@ -349,8 +359,13 @@ class AnyOptimizer(Value):
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     # After the warm-up: constant, in a line to 0 at the end of the job, or along a cosine to a tenth.
     schedule: LearningRateSchedule
-    warmup_steps: int = Field(default=0, ge=0)
+    # Steps in which the learning rate rises in a line; it is reached at this step. Auto: 3 (fewer in a job of at most 3
+    # steps), or 0 without `step_kl`.
+    warmup_steps: Auto | Annotated[int, Field(ge=0)] = "auto"
     max_grad_norm: float = Field(default=1.0, gt=0)
+    # The step trust region, in nats a token: an update that moves the policy by more than twice as much is undone and
+    # repeated with a lower rate, and skipped after three tries. 0: off.
+    step_kl: float = Field(default=0.05, ge=0, le=10)
 
 
 class Optimizer(AnyOptimizer):

@@ -72,6 +72,7 @@ PLACES = {
     "reference_refresh_steps": GroupField("kl", "reference_refresh_steps", 0),
     "max_grad_norm": GroupField("optimizer", "max_grad_norm"),
     "warmup_steps": GroupField("optimizer", "warmup_steps"),
+    "step_kl": GroupField("optimizer", "step_kl"),
     "learning_rate_schedule": GroupField("optimizer", "schedule"),
     "chat_template": GroupField("sampling", "chat_template"),
     "chat_template_kwargs": GroupField("sampling", "chat_template_kwargs"),

@@ -47,6 +47,7 @@ from core.jobs.hyperparameter_groups import (
     Truncate,
     Value,
     refuse_unused_lora,
+    warmup_steps,
 )
 from core.jobs.hyperparameter_places import GROUPS, PLACES, as_sent
 
@@ -259,6 +260,7 @@ class Resolved(Value):
     reference_refresh_steps: int
     max_grad_norm: float
     warmup_steps: int
+    step_kl: float
     chat_template: chat_templates.Name | None
     chat_template_kwargs: dict[str, bool | int | float | str]
     thinking_budget: int | None
@@ -437,6 +439,7 @@ def resolve(
         "group_size": max(2, round(8 * _or(hyperparameters.compute_multiplier, 1.0))),
         "learning_rate": learning_rate,
         "value_learning_rate": learning_rate,
+        "warmup_steps": warmup_steps("auto", advanced.optimizer.step_kl, total_steps),
         "max_completion_tokens": max_completion_tokens,
         "overlong_buffer": max(1, round(0.2 * max_completion_tokens)),
         "chat_template": None,

@@ -25,6 +25,7 @@ from core.jobs.hyperparameter_groups import (
     Train,
     Value,
     refuse_unused_lora,
+    warmup_steps,
 )
 from core.jobs.hyperparameters import COMMON_NAMES, FULL_LEARNING_RATE
 from core.jobs.methods import LOGITS, REWARD_MODEL
@@ -204,6 +205,7 @@ class ResolvedOffline(Value):
     total_steps: int
     schedule: LearningRateSchedule
     warmup_steps: int
+    step_kl: float
     max_grad_norm: float
     weight_decay: float
     lora_rank: int
@@ -308,6 +310,8 @@ def resolve(
     base = base_learning_rate(method, parameters) * _or(requested.learning_rate_multiplier, 1.0)
     if advanced.train == "full":
         base *= FULL_LEARNING_RATE
+    # A reward model of scores predicts numbers of any scale, which have no nats.
+    step_kl = 0.0 if method == REWARD_MODEL and reward_kind == "scores" else optimizer.step_kl
     return ResolvedOffline(
         batch_size=batch_size,
         learning_rate=_or(optimizer.learning_rate, base),
@@ -315,7 +319,8 @@ def resolve(
         steps_per_epoch=steps_per_epoch,
         total_steps=n_epochs * steps_per_epoch,
         schedule=optimizer.schedule,
-        warmup_steps=optimizer.warmup_steps,
+        warmup_steps=warmup_steps(optimizer.warmup_steps, step_kl, n_epochs * steps_per_epoch),
+        step_kl=step_kl,
         max_grad_norm=optimizer.max_grad_norm,
         weight_decay=optimizer.weight_decay,
         lora_rank=lora.rank,

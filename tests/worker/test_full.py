@@ -81,14 +81,20 @@ def make_full(models: dict[str, Path]) -> MakeFull:
 
 
 def offline(method: str = "supervised", **changes: Any) -> ResolvedOffline:
-    """Full training with a learning rate, and a gradient that nothing clips."""
-    optimizer = {"learning_rate": RATE, "max_grad_norm": 1e9, "schedule": "constant"}
+    """Full training with a learning rate, a gradient that nothing clips, and a step that nothing undoes."""
+    optimizer = {"learning_rate": RATE, "max_grad_norm": 1e9, "schedule": "constant", "step_kl": 0}
     asked = {"advanced": {"train": "full", "optimizer": optimizer | changes}}
     return offline_settings(method, **asked)
 
 
 def reinforcement(**advanced: Any) -> Resolved:
-    common = {"learning_rate": RATE, "max_completion_tokens": 12, "max_grad_norm": 1e9, "train": "full"}
+    common = {
+        "learning_rate": RATE,
+        "max_completion_tokens": 12,
+        "max_grad_norm": 1e9,
+        "train": "full",
+        "step_kl": 0,
+    }
     hyperparameters = Hyperparameters.model_validate({"advanced": in_groups(common | advanced)})
     return resolve(hyperparameters, rows=8, parameters=1000, context=128)
 

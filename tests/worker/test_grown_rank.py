@@ -87,7 +87,9 @@ def test_only_the_new_part_is_trained(
     for taken in range(3):
         for number, parameter in enumerate(grown.trainable):
             parameter.grad = torch.full_like(parameter, 1.0 + number)
-        optimizer.step(1.0, taken)
+        optimizer.prepare(1.0)
+        optimizer.descend(taken, 1.0)
+        optimizer.clear()
 
     after, own = grown.adapter(), tuned.adapter()
     for name, weight in after.items():
@@ -108,7 +110,7 @@ def test_the_frozen_part_has_no_share_in_the_norm(
     for weight in grown.trainable:
         weight.grad = torch.ones_like(weight)
 
-    norm = optimizer.step(1.0, 0)
+    norm = optimizer.prepare(1.0)
 
     trained = sum(weight.numel() for weight in grown.trainable) * 8 / 12
     assert norm == pytest.approx(trained**0.5, rel=1e-5)

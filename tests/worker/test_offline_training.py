@@ -241,7 +241,9 @@ def test_accuracy_is_a_share_of_the_learned_tokens(make_policy: Callable[..., Po
 
 def test_a_skipped_step_counts_for_the_schedule(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
-    one = trainer(policy, settings().model_copy(update={"schedule": "linear", "total_steps": 4}))
+    one = trainer(
+        policy, settings().model_copy(update={"schedule": "linear", "total_steps": 4, "warmup_steps": 0})
+    )
     first = policy.trainable[0].detach().clone()
     with torch.no_grad():
         policy.trainable[0].fill_(float("inf"))

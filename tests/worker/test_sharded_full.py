@@ -301,7 +301,7 @@ def test_a_gradient_that_is_not_finite_moves_no_part(
     before = saved(trainer, tmp_path / "before")
     trainer.add(conversations())
 
-    norm = trainer.trained.step(float("nan"), 0)
+    norm = trainer.trained.prepare(float("nan"))
 
     assert norm is None
     after = saved(trainer, tmp_path / "after")

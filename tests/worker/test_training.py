@@ -424,8 +424,8 @@ def test_a_fresh_adapter_is_the_base_model(make_policy: Callable[..., Policy]) -
 
 
 def asked(advanced: dict[str, Any], **fields: Any) -> Resolved:
-    """SETTINGS with other knobs, and a gradient that nothing clips."""
-    common = {"learning_rate": 0.01, "max_completion_tokens": 12, "max_grad_norm": 1e9}
+    """SETTINGS with other knobs, a gradient that nothing clips, and a step that nothing undoes."""
+    common = {"learning_rate": 0.01, "max_completion_tokens": 12, "max_grad_norm": 1e9, "step_kl": 0}
     hyperparameters = Hyperparameters.model_validate({"advanced": in_groups(common | advanced)} | fields)
     return resolve(hyperparameters, rows=8, parameters=1000, context=128)
 

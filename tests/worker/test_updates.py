@@ -220,12 +220,13 @@ class TestPasses:
         }
 
         class SignDescent(RecordingOptimizer):
-            def descend(self, steps_taken: int) -> None:
-                super().descend(steps_taken)
+            def descend(self, steps_taken: int, rate: float) -> float:
+                learning_rate = super().descend(steps_taken, rate)
                 with torch.no_grad():
                     for p in policy.trainable:
                         assert p.grad is not None
                         p.add_(0.02 * p.grad.sign())
+                return learning_rate
 
         trainer = RecordingTrainer(policy, settings, token_budget=24, kind=SignDescent)
         seen = trainer.gradients
@@ -317,13 +318,14 @@ class TestMiniBatches:
         expected: list[list[torch.Tensor]] = []
 
         class SignDescent(RecordingOptimizer):
-            def descend(self, steps_taken: int) -> None:
-                super().descend(steps_taken)
+            def descend(self, steps_taken: int, rate: float) -> float:
+                learning_rate = super().descend(steps_taken, rate)
                 taken = [parameter.grad for parameter in policy.trainable]
                 expected.append(plain_gradients(policy, parts[len(expected) % 2], settings, began))
                 with torch.no_grad():
                     for parameter, gradient in zip(policy.trainable, taken, strict=True):
                         parameter.add_(0.01 * present(gradient).sign())
+                return learning_rate
 
         trainer = RecordingTrainer(policy, settings, token_budget=24, kind=SignDescent)
         learn(trainer, groups)

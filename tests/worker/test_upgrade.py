@@ -111,6 +111,7 @@ RESOLVED: dict[str, Any] = {
     "reference_refresh_steps": 0,
     "max_grad_norm": 1.0,
     "warmup_steps": 0,
+    "step_kl": 0.0,
     "normalize": "papers",
     "require_improvement": False,
     "chat_template": None,
@@ -254,7 +255,7 @@ def test_the_format_that_is_written_is_the_one_that_is_said(
     assert {"trainer.pt", "adapter_model.safetensors"} <= {file["name"] for file in manifest["files"]}
     content = bench.blobs.read(f"{row.blob_prefix}/trainer.pt")
     written = torch.load(io.BytesIO(content), weights_only=True)
-    assert written.keys() == {"optimizer", "steps_taken", "reference", "torch_rng"}
+    assert written.keys() == {"optimizer", "steps_taken", "step_rate", "reference", "torch_rng"}
 
 
 # The hyperparameters.

@@ -34,9 +34,13 @@ def logprobs_and_entropy(
     return logp_M, entropy_M
 
 
-def predicted(policy: Policy, batch: Tensors) -> tuple[Tensor, Tensor]:
-    """The log-probability [M] of each learned token, and whether none is likelier (bool [M], no gradient)."""
-    logp_M, is_top_M = _through_head(policy, predicting(policy, batch), batch, 1.0, is_top)
+def predicted(policy: Policy, hidden: Tensor, batch: Tensors) -> tuple[Tensor, Tensor]:
+    """The log-probability [M] of each learned token, and whether none is likelier (bool [M], no gradient).
+
+    Args:
+        hidden: the result of `predicting`.
+    """
+    logp_M, is_top_M = _through_head(policy, hidden, batch, 1.0, is_top)
     assert is_top_M is not None
     return logp_M, is_top_M
 

@@ -17,10 +17,11 @@ from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, stopping
 from worker.recording.metrics import usage_by_model
 from worker.training.offline import OfflineMetrics, OfflineTrainer
-from worker.types import Pack, Schedule, Stop
+from worker.types import Pack, Rollback, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.
 INTERVALS = 20
+STEP_METRICS = ("learning_rate", "step_kl", "update_retries", "rejected_updates")
 
 
 @dataclass
@@ -81,6 +82,7 @@ class RowExperience:
             data |= metrics_of_split("train", learned) | {
                 "grad_norm": learned.grad_norm,
                 "skipped_updates": int(learned.skipped),
+                **{name: getattr(learned, name) for name in STEP_METRICS},
                 "trained_sequences": learned.sequences,
                 "trained_tokens": learned.tokens,
             }
@@ -108,6 +110,9 @@ class RowExperience:
     def reason_to_stop(self, steps: Steps) -> Stop | None:
         return None
 
+    def rollback(self, history: History, checkpoints: Checkpoints) -> Rollback | None:
+        return None
+
     def details(
         self,
         data: StepMetrics,
@@ -126,6 +131,7 @@ class RowExperience:
         validated: Mapping[str, OfflineMetrics] | None,
     ) -> None:
         alerts.report_skipped_update(history.steps, recorder)
+        alerts.report_retries(history.steps, recorder, self.settings.step_kl)
         for one in (validated or {}).values():
             divergence.check_loss(one.loss)
         divergence.check_updates(stopping.skipped_updates(history.steps), self.settings.total_steps)

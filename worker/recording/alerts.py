@@ -52,6 +52,7 @@ def report(
             message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
             raise UserMistake("grader_failed", message, GRADER_PARAM)
     report_skipped_update(history.steps, recorder)
+    report_retries(history.steps, recorder, settings.step_kl)
     if (
         settings.has_token_rewards
         and grpo.signal([r for group in groups_P for r in training_rewards(group, settings)]) == "mixed"
@@ -71,6 +72,41 @@ def report_skipped_update(steps: Steps, recorder: Recorder) -> None:
     """Warn if the newest of these steps is the first one in a row whose update was skipped."""
     if stopping.skipped_updates(steps) == 1:
         recorder.warn(SKIPPED, {"step": steps[-1].step})
+
+
+# Of the last steps: with retries in more than half of them, the learning rate is too high for the job.
+RETRY_WINDOW = 5
+
+
+def report_retries(steps: Steps, recorder: Recorder, target: float) -> None:
+    """Report the first update of the job that the step trust region has undone, and when most steps have one.
+
+    Args:
+        target: `step_kl`.
+    """
+    now, retried = steps[-1], [bool(step.update_retries) for step in steps]
+    if not retried[-1]:
+        return
+    kl = "a KL that is not a number" if now.step_kl is None else f"{now.step_kl:.3g} nats a token"
+    data = {"step": now.step, "step_kl": now.step_kl, "target": target, "learning_rate": now.learning_rate}
+    if sum(retried) == 1:
+        kept = f"was skipped: the last try still moved the policy by {kl}"
+        if not now.rejected_updates:
+            kept = (
+                f"was repeated with the learning rate {now.learning_rate:.3g}, and moved the policy by {kl}"
+            )
+        recorder.inform(
+            f"An update moved the policy by more than twice step_kl ({target:g} nats a token). It was undone and "
+            f"{kept}. The rate returns to its schedule by a quarter a step.",
+            {**data, "retries": now.update_retries},
+        )
+    recent = retried[-RETRY_WINDOW:]
+    if sum(recent) == RETRY_WINDOW // 2 + 1 and sum(retried[-RETRY_WINDOW - 1 : -1]) <= RETRY_WINDOW // 2:
+        recorder.warn(
+            f"In {sum(recent)} of the last {len(recent)} steps an update was undone because it moved the policy too "
+            "far. Lower the learning rate.",
+            {**data, "steps": sum(recent)},
+        )
 
 
 # The ends of tracebacks that no answer and no busy machine can cause. A KeyError can come from an answer's JSON.

@@ -30,6 +30,7 @@ from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
 from worker.interfaces import Savable
 from worker.refusals import refusing_too_large
+from worker.types import Rollback
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,27 @@ class JobCheckpoints:
         )
         best = measured.order_by(Checkpoint.valid_reward.desc(), Checkpoint.step).limit(1)
         return self.attempt.read(lambda session: session.scalar(best))
+
+    def steps(self) -> Sequence[int]:
+        return [checkpoint.step for checkpoint in self._newest_first()]
+
+    def roll_back(self, rollback: Rollback) -> bool:
+        return self.attempt.write(partial(self._roll_back, rollback))
+
+    def _roll_back(self, rollback: Rollback, session: Session, job: Job) -> bool:
+        later = session.scalars(_of_job(job.id).where(Checkpoint.step > rollback.step)).all()
+        in_use = model_aliases.checkpoints_in_use(session, job.id) | set(
+            session.scalars(lineage.checkpoints_in_use())
+        )
+        if any(checkpoint.id in in_use for checkpoint in later):
+            return False
+        for checkpoint in later:  # the sweep removes their objects
+            tuned_models.delete_names_of(session, checkpoint.id)
+            pages.delete_row(session, checkpoint, owner=checkpoint.job_id)
+        # An attempt trains with what the first one has resolved.
+        job.resolved = {**(job.resolved or {}), "learning_rate": rollback.learning_rate}
+        events.append(session, job.id, rollback.message, level="warn", data=dict(rollback.data))
+        return True
 
     @property
     def is_empty(self) -> bool:

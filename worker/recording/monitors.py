@@ -184,7 +184,7 @@ def _collapse(steps: Steps, share: float) -> Found | None:
     fell, unit = start[1] - reward, reward_unit(steps)
     lost, halved = fell > LOST * unit, fell > unit / 2
     if not (lost and left < share) and not (halved and (silent or left < 0.5)):
-        return None
+        return _one_answer(steps, share)
     data = {"train_mean_reward": reward, "first_train_mean_reward": start[1]}
     message = f"Collapse: training reward fell from {start[1]:.2f} (step {start[0]}) to {reward:.2f}"
     if silent:
@@ -193,6 +193,54 @@ def _collapse(steps: Steps, share: float) -> Found | None:
         message += f", entropy went from {entropy[1]:.3g} to {now_entropy:.3g} nats a token"
         data |= {"sampling_entropy": now_entropy, "first_sampling_entropy": entropy[1]}
     return f"{message}. Lower the learning rate.", data
+
+
+def is_lost(steps: Steps) -> bool:
+    """Return whether a collapse has certainly cost the model what it could do at the start.
+
+    A policy that has solved what it can also gives few different answers. The newest validation of the last WINDOW
+    steps decides: it is not above that of step 0. Without one, the training reward of these steps is not above that
+    of step 1.
+    """
+    recent, base = steps[-WINDOW:], first(steps, "full_valid_mean_reward")
+    if base is not None and (validated := last(recent, "full_valid_mean_reward", 1)):
+        return recent[-1].step > base[0] and validated[0] <= base[1]
+    start, rewards = first(steps, "train_mean_reward"), last(recent, "train_mean_reward", WINDOW)
+    return start is not None and bool(rewards) and statistics.fmean(rewards) <= start[1]
+
+
+def is_improved(steps: Steps, step: int) -> bool:
+    """Return whether validation of this step is above that of step 0 by more than chance."""
+    lows = (one.full_valid_difference_low for one in steps if one.step == step)
+    return any(low is not None and low > 0 for low in lows)
+
+
+def _one_answer(steps: Steps, share: float) -> Found | None:
+    """The policy gives the same answers to every prompt, so that nothing is left to learn from, and has not learned.
+
+    A constant answer may be right more often than those of the untrained model. Reads `sampling_entropy`,
+    `groups_mixed_share`, `groups_all_one_share` and `train_mean_reward` of the last WINDOW steps, and step 1.
+    """
+    start, entropy = first(steps, "train_mean_reward"), first(steps, "sampling_entropy")
+    recent = [step for step in steps[-WINDOW:] if step.has_signal is False]
+    entropies, rewards = last(recent, "sampling_entropy", WINDOW), last(recent, "train_mean_reward", WINDOW)
+    if start is None or entropy is None or len(entropies) < WINDOW or len(rewards) < WINDOW:
+        return None
+    reward, unit = statistics.fmean(rewards), reward_unit(steps)
+    solved = statistics.fmean(last(recent, "groups_all_one_share", WINDOW) or [0.0]) > 0.5
+    if max(entropies) >= share * entropy[1] or reward > start[1] + unit / 2 or solved:
+        return None
+    return (
+        f"Collapse: in {WINDOW} steps in a row no group has answers that differ in score, entropy went from "
+        f"{entropy[1]:.3g} to {entropies[0]:.3g} nats a token, and the training reward is {reward:.2f}, after "
+        f"{start[1]:.2f} in step {start[0]}. Lower the learning rate.",
+        {
+            "train_mean_reward": reward,
+            "first_train_mean_reward": start[1],
+            "sampling_entropy": entropies[0],
+            "first_sampling_entropy": entropy[1],
+        },
+    )
 
 
 def _below_base(steps: Steps, margin: float) -> Found | None:

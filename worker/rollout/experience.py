@@ -26,6 +26,7 @@ from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Traine
 from worker.model.tool_calls import CallReader
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
+from worker.recording.rollback import rollback
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
 from worker.rollout.prompts import PromptStream
@@ -33,7 +34,17 @@ from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
 from worker.training.steps import with_steps_only
-from worker.types import GradedStep, GraderPart, Group, Prompt, Rollout, Schedule, Stop, UpdateMetrics
+from worker.types import (
+    GradedStep,
+    GraderPart,
+    Group,
+    Prompt,
+    Rollback,
+    Rollout,
+    Schedule,
+    Stop,
+    UpdateMetrics,
+)
 
 if TYPE_CHECKING:
     from worker.rollout.reward_models import AnswerScores, Scores
@@ -291,6 +302,9 @@ class RolloutExperience:
 
     def reason_to_stop(self, steps: Steps) -> Stop | None:
         return stopping.reason_to_stop(steps, self.settings)
+
+    def rollback(self, history: History, checkpoints: Checkpoints) -> Rollback | None:
+        return rollback(history, checkpoints.steps, self.settings, self.thresholds)
 
     def details(
         self,

@@ -27,6 +27,7 @@ Signal = Literal["mixed", "all_zero", "all_one", "equal", "ungraded"]
 
 # The bound of an advantage under a teacher.
 MOST_NATS = 5.0
+ROUNDING = 1e-7  # of a log-probability in float32: a token of probability 1 leaves this to the others
 
 
 def centred(rewards_G: Sequence[float | None]) -> list[float]:
@@ -244,6 +245,17 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """
     log_x = ref_logp - logp
     return torch.expm1(log_x) - log_x  # expm1: x - 1 rounds to less than log x where the two agree
+
+
+def binary_kl(logp: Tensor, new_logp: Tensor) -> Tensor:
+    """KL(p || q) of the events "this token" and "another one": p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+
+    That of the whole distributions is at least as much (the data-processing inequality, Cover and Thomas, Elements of
+    Information Theory, section 2.8).
+    """
+    logp, new_logp = logp.clamp(max=-ROUNDING), new_logp.clamp(max=-ROUNDING)
+    others, new_others = (torch.log(-torch.expm1(one)) for one in (logp, new_logp))
+    return logp.exp() * (logp - new_logp) - torch.expm1(logp) * (others - new_others)
 
 
 def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:

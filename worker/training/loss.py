@@ -1,19 +1,24 @@
 """A loss: what a gradient adds up, micro-batch by micro-batch. worker/training/losses.py says which loss a job has."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from worker.model.batch import TrainedAnswer, answers_of
+from worker.model.batch import Tensors, TrainedAnswer, answers_of, split, tensors_of
+from worker.model.json_schema import forbidden
 from worker.model.policy import Policy
+from worker.model.sizing import HEAD_CHUNK
+from worker.model.token_logprobs import predicting
+from worker.training.top_kl import kl_from_top, top_tokens
 from worker.training.world import World
-from worker.types import Pack, TrainingSequence
+from worker.types import Pack, TopTokens, TrainingSequence
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class GradientSums:
         return GradientSums(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
 
+# Of the answers on which the KL of an update is measured: a micro-batch of the step as a whole would cost a third of
+# its passes again. Of each position the likeliest tokens are compared one by one; the others count as one.
+MEASURED_TOKENS, TOP = 256, 64
+
 # The shortest sequence with a learned token.
 SHORTEST = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0)
 
@@ -85,6 +94,10 @@ class Batch:
     advantage: Tensor | None = None  # with rewards of tokens, before they are normalized
     normalized_advantage: Tensor | None = None
     used_advantage: Tensor | None = None  # of the last pass, before the division by the std of the step
+    before: Tensor | None = None  # of the last pass: what `Loss.kl_from_before` compares with
+    top: TopTokens | None = (
+        None  # the likeliest tokens at the positions of `before`, as a RowLoss compares them
+    )
     old_value: Tensor | None = None  # with a value head, like `returns`
     returns: Tensor | None = None
 
@@ -95,6 +108,31 @@ class Batch:
     @property
     def answers(self) -> list[TrainingSequence]:
         return [answer for pack in self.packs for answer in pack.sequences]
+
+
+def measured(batches: Sequence[Batch], part: int) -> Batch | None:
+    """Return the micro-batch on which an update of a mini-batch is measured: that of median length.
+
+    None: an out-of-memory error since the pass has divided the answers in another way.
+    """
+    of_part = [batch for batch in batches if batch.part == part]
+    real = [batch for batch in of_part if not batch.is_filler] or of_part
+    chosen = real[len(real) // 2] if real else None
+    return None if chosen is None or chosen.before is None else chosen
+
+
+def first_answers(batch: Batch, tokens: int, *, divides_packs: bool) -> Batch:
+    """Return the first packs of a micro-batch, with at most `tokens` tokens, but at least one answer.
+
+    Args:
+        divides_packs: the first answers of a pack above the limit, and not all of them.
+    """
+    ends = list(accumulate(pack.tokens for pack in batch.packs))
+    packs = [pack for pack, end in zip(batch.packs, ends, strict=True) if end <= tokens]
+    if not packs:
+        first = batch.packs[0]
+        packs = [next(split(first, tokens)) if divides_packs else first]
+    return Batch(packs, batch.part, batch.is_filler)
 
 
 # Tensors of a batch with one number for each trained token.
@@ -188,6 +226,67 @@ class Loss(ABC):
     @abstractmethod
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         """The sum of the loss over a micro-batch, and its statistics."""
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits of the policy."""
+        return 1.0
+
+    def laid_out(self, batch: Batch) -> Tensors:
+        """The rows of a micro-batch."""
+        return tensors_of(batch.packs, self.policy.device)
+
+    def keep_hidden(self, batch: Batch, hidden: Tensor) -> None:
+        """Keep the hidden states [M, h] of a pass for `before_step`: those of the positions that are measured."""
+        if self.settings.step_kl:
+            batch.before = hidden[:MEASURED_TOKENS].detach().clone()
+
+    def before_step(self, batches: Sequence[Batch], part: int = 0) -> None:
+        """Prepare for `step_kl`, once the gradient of a mini-batch is computed."""
+        if (batch := measured(batches, part)) is not None:
+            self.keep_prediction(batch)
+
+    def step_kl(self, batches: Sequence[Batch], part: int = 0) -> float | None:
+        """Return KL(before || after) of the newest update of a mini-batch, in nats a token, from one micro-batch.
+
+        None: there is none, on a rank or after an out-of-memory error.
+        """
+        batch = measured(batches, part)
+        return None if batch is None else self.kl_from_before(batch)
+
+    def keep_prediction(self, batch: Batch) -> None:
+        """Keep the likeliest tokens at the measured positions, by the head of before the update: it may be trained."""
+        assert batch.before is not None
+        allowed = self.laid_out(self._first(batch)).allowed_M
+        tops = [top_tokens(each, TOP) for each in self._logprobs(batch.before, allowed)]
+        batch.top = TopTokens(*map(torch.cat, zip(*tops, strict=True)))
+
+    def kl_from_before(self, batch: Batch) -> float:
+        """The KL over all tokens, of the first answers: exact where k3 of the sampled tokens would be noise, and right
+        for tokens that the policy has not sampled."""
+        assert batch.top is not None, "`before_step` comes first"
+        tensors = self.laid_out(self._first(batch))
+        after = predicting(self.policy, tensors)[: len(batch.top.ids)]
+        before = (torch.split(each[: len(after)], HEAD_CHUNK) for each in (batch.top.ids, batch.top.logprobs))
+        tops = zip(*before, strict=True)
+        logprobs = self._logprobs(after, tensors.allowed_M)
+        return (
+            torch.cat([kl_from_top(each, *top) for each, top in zip(logprobs, tops, strict=True)])
+            .mean()
+            .item()
+        )
+
+    def _first(self, batch: Batch) -> Batch:
+        return first_answers(batch, MEASURED_TOKENS, divides_packs=not self.couples_answers)
+
+    def _logprobs(self, hidden: Tensor, allowed_M: Tensor | None) -> Iterator[Tensor]:
+        """Of all tokens [m, V], by chunks of positions."""
+        for first in range(0, len(hidden), HEAD_CHUNK):
+            logits = self.policy.logits(hidden[first : first + HEAD_CHUNK])
+            if allowed_M is not None:
+                allowed = allowed_M[first : first + len(logits)]
+                logits.masked_fill_(forbidden(allowed, logits.shape[-1]), -torch.inf)
+            yield logits.div_(self.temperature).log_softmax(-1)
 
     @property
     def trainable(self) -> list[Parameter]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from graders.types import TokenUsage
@@ -24,6 +25,7 @@ from worker.training.row_loss import RowLoss
 from worker.training.soft_targets import SoftTargetLoss
 from worker.training.teacher import TeacherPolicy, TopTeacher
 from worker.training.trainable_weights import read_state, save_state, trained_of
+from worker.training.trust_region import TrustRegion, step_metrics
 from worker.training.world import World
 from worker.types import Pack
 
@@ -43,14 +45,16 @@ class OfflineMetrics:
     rejected_reward: float | None = None
     grad_norm: float | None = None
     skipped: bool = False  # the gradient was not finite, so the step was not taken
+    learning_rate: float | None = None  # these as in UpdateMetrics
+    step_kl: float | None = None
+    update_retries: int | None = None
+    rejected_updates: int | None = None
     teacher_usage: TokenUsage | None = None  # of one on a server
 
     @classmethod
-    def of(
-        cls, totals: GradientSums, *, grad_norm: float | None = None, skipped: bool = False
-    ) -> "OfflineMetrics":
-        measured = cls(totals.loss / totals.counted, totals.tokens, totals.sequences)
-        measured = replace(measured, grad_norm=grad_norm, skipped=skipped)
+    def of(cls, totals: GradientSums, **update: Any) -> "OfflineMetrics":
+        """`update`: the fields of the step along their gradient; none of a validation."""
+        measured = cls(totals.loss / totals.counted, totals.tokens, totals.sequences, **update)
         if totals.answers and not totals.pairs:
             others = totals.answers - totals.desirable
             chosen = totals.chosen / totals.desirable if totals.desirable else None
@@ -80,10 +84,12 @@ class OfflineTrainer:
         world: World | None = None,
         loss: RowLoss | None = None,
         memory: StepMemory | None = None,
+        head: Sequence[Parameter] = (),
     ) -> None:
         """`beat` is called after each step, and after each part of a validation.
 
         Args:
+            head: as in AdapterOptimizer.
             world: its ranks compute a share of the gradient.
             loss: None: that of the settings.
             memory: as `gradient_of` says.
@@ -91,7 +97,8 @@ class OfflineTrainer:
         self.policy = policy
         self.loss = loss or row_loss_of(policy, settings)
         self.gradient = gradient_of(self.loss, token_budget, world, memory=memory)
-        self.trained = trained_of(self.loss, optimizer_of(policy, settings, world), world)
+        self.trained = trained_of(self.loss, optimizer_of(policy, settings, world, head), world)
+        self.trust = TrustRegion(settings.step_kl)
         self.steps_taken = 0
         self.beat = beat
 
@@ -102,17 +109,22 @@ class OfflineTrainer:
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.add(self.prepared(packs))
-        norm = self.trained.step(totals.counted, self.steps_taken)
+        if self.trust.target:
+            self.gradient.of_kept(RowLoss.before_step)
+        taken = self.trust.step(self.trained, totals.counted, self.steps_taken, self._step_kl)
+        self.gradient.end()
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
-        return self.metrics(totals, grad_norm=norm, skipped=norm is None)
+        return self.metrics(totals, grad_norm=taken.norm, skipped=taken.norm is None, **step_metrics([taken]))
 
     def add(self, packs: Sequence[Pack]) -> GradientSums:
         """Add the gradient of the summed loss of these rows."""
         self.gradient.add(packs, self.loss.step_values(self.gradient, packs))
-        sums = self.gradient.collect()
-        self.gradient.end()
-        return sums
+        return self.gradient.collect()
+
+    def _step_kl(self) -> float | None:
+        """That of rank 0, which decides for all."""
+        return self.gradient.of_kept(RowLoss.step_kl)[0]
 
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""
@@ -135,13 +147,18 @@ class OfflineTrainer:
         self.trained.keep_reference()
 
     def save(self, folder: Path) -> None:
-        state = {**self.trained.save(folder), "steps_taken": self.steps_taken}
+        state = {
+            **self.trained.save(folder),
+            "steps_taken": self.steps_taken,
+            "step_rate": self.trust.rate,
+        }
         save_state(state, folder / "trainer.pt")
 
     def load(self, folder: Path) -> None:
         state = read_state(folder / "trainer.pt")
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
+        self.trust.rate = state.get("step_rate", 1.0)
 
 
 class RewardTrainer(OfflineTrainer):
@@ -163,11 +180,17 @@ class RewardTrainer(OfflineTrainer):
         """`scale`: that of scores and of steps. None: that of the rewards of `measured`, which are pairs."""
         loss = RewardLoss(policy, head, settings)
         super().__init__(
-            policy, settings, token_budget=token_budget, beat=beat, world=world, loss=loss, memory=memory
+            policy,
+            settings,
+            token_budget=token_budget,
+            beat=beat,
+            world=world,
+            loss=loss,
+            memory=memory,
+            head=[head.weight],
         )
         self.settings = settings
         self.head, self.scale, self.measured = head, scale, measured
-        self.trained = trained_of(self.loss, optimizer_of(policy, settings, world, [head.weight]), world)
 
     def metrics(self, totals: GradientSums, **update: Any) -> OfflineMetrics:
         """Accuracies are of pairs and of steps."""

@@ -12,6 +12,7 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from worker.model.policy import Policy
 from worker.model.sharded_full import ShardedFullPolicy
 from worker.model.value_head import ValueHead
+from worker.training.undo import Copies, invert
 from worker.training.world import World
 
 # Of AdamW in reinforcement, without weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in
@@ -45,6 +46,7 @@ class AdapterOptimizer:
         self.schedule: LearningRateSchedule = schedule
         self.total_steps = total_steps  # of the schedule
         self.head = head
+        self._copies: Copies | None = None
         self.adamw = torch.optim.AdamW(
             self._groups(),
             lr=learning_rate,
@@ -66,11 +68,11 @@ class AdapterOptimizer:
         others = [one for one in self.trained if one.dim() <= 1]
         return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
-    def step(self, divisor: float, steps_taken: int) -> float | None:
-        """Divide the gradient, clip its norm and take a step. Clears the gradient.
+    def prepare(self, divisor: float) -> float | None:
+        """Divide the gradient and clip its norm.
 
         Returns:
-            The norm before clipping. None: it is not finite, and no step was taken.
+            The norm before clipping. None: it is not finite, and the gradient is cleared.
         """
         self.policy.drop_left_out()
         for parameter in self.trained:
@@ -79,30 +81,44 @@ class AdapterOptimizer:
         for part in self.policy.frozen_parts(lambda weight: weight.grad):
             part.zero_()
         norm = self._clip()
-        finite = math.isfinite(norm)
-        if finite:
-            self.descend(steps_taken)
-        self.clear()
-        return norm if finite else None
+        if not math.isfinite(norm):
+            self.clear()
+            return None
+        return norm
 
     def _clip(self) -> float:
         """Clip the norm of the gradient, and return the one that it had."""
         return torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm).item()
 
-    def descend(self, steps_taken: int) -> None:
-        """Take a step along the gradient as it is."""
+    def descend(self, steps_taken: int, rate: float) -> float:
+        """Take a step along the gradient as it is, with this share of the scheduled learning rate, and return that."""
+        scheduled = factor(steps_taken, self.warmup_steps, self.schedule, self.total_steps)
+        learning_rate = self.learning_rate * scheduled * rate
         for group in self.adamw.param_groups:
-            group["lr"] = self.learning_rate * factor(
-                steps_taken, self.warmup_steps, self.schedule, self.total_steps
-            )
+            group["lr"] = learning_rate
         frozen = [(part, part.clone()) for part in self.policy.frozen_parts(lambda weight: weight.data)]
         self.adamw.step()
         for part, before in frozen:  # weight decay moves weights without a gradient
             part.copy_(before)
         self.policy.follow_trainable()
+        return learning_rate
+
+    def keep(self) -> None:
+        """Prepare for `restore`."""
+        self._copies = Copies(self.adamw) if self.policy.has_base else None
+
+    def restore(self) -> None:
+        """Undo the step since `keep`: weights and moments. The gradient stays."""
+        if self._copies is None:
+            invert(self.adamw)
+        else:
+            self._copies.restore()
+        self.policy.follow_trainable()
 
     def clear(self) -> None:
+        """Drop the gradient, and what `keep` has kept."""
         self.adamw.zero_grad(set_to_none=True)
+        self._copies = None
 
     def state_dict(self) -> dict[str, Any]:
         return self.adamw.state_dict()

@@ -348,7 +348,7 @@ class PolicyLoss(Loss):
         tensors = self._tensors(batch)
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(tensors)
-        logp_M, entropy_M, value_M = self.forward(tensors)
+        logp_M, entropy_M, value_M = self.forward(tensors, batch)
         if batch.old_logp is None:
             # The policy of the first pass is the one that sampled, so its log-probabilities are the old ones.
             batch.old_logp = logp_M.detach()
@@ -449,6 +449,13 @@ class PolicyLoss(Loss):
         with self.as_reference():
             return self.logprobs(tensors)
 
+    @property
+    def temperature(self) -> float:
+        return self.settings.temperature
+
+    def laid_out(self, batch: Batch) -> Tensors:
+        return self._tensors(batch)
+
     def _tensors(self, batch: Batch) -> Tensors:
         # A filler need not be an answer that the schema allows.
         return tensors_of(batch.packs, self.policy.device) if batch.is_filler else self.tensors(batch.packs)
@@ -467,12 +474,14 @@ class PolicyLoss(Loss):
         """Compute the log-probability [M] of each trained token."""
         return logprobs(self.policy, tensors, self.settings.temperature)
 
-    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, tensors: Tensors, batch: Batch | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the log-probability [M] of each trained token, and the entropy [M] and value [M] at its position.
 
-        There is no value without a value head.
+        There is no value without a value head. `batch` is that of a pass before an update, which is measured.
         """
         hidden = predicting(self.policy, tensors)
+        if batch is not None:
+            self.keep_hidden(batch, hidden)
         value_M = None if self.value_head is None else self.value_head(hidden)
         return *logprobs_and_entropy(self.policy, hidden, tensors, self.settings.temperature), value_M
 

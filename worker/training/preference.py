@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from worker.model.batch import Tensors, tensors_of
-from worker.model.token_logprobs import predicted
+from worker.model.token_logprobs import predicted, predicting
 from worker.training.gradient import Gradient
 from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues
 from worker.training.row_loss import RowLoss
@@ -157,8 +157,8 @@ class PairLoss(RowLoss):
         ref_logp_M: Tensor | None = None
         if self.settings.has_reference:
             with torch.no_grad(), self.as_reference():
-                ref_logp_M = predicted(self.policy, tensors)[0]
-        logp_M = predicted(self.policy, tensors)[0]
+                ref_logp_M = predicted(self.policy, predicting(self.policy, tensors), tensors)[0]
+        logp_M = self.predicted(batch, tensors)[0]
         pairs = Pairs.of(logp_M, ref_logp_M, tensors.answer_M)
         loss = pair_loss(self.settings, pairs).sum()
         chosen_N, rejected_N = pair_rewards(self.settings, pairs)
@@ -192,8 +192,8 @@ class KtoLoss(PairLoss):
         """log pi - log pi_ref of each answer, [A], summed over its tokens."""
         tensors = tensors_of(batch.packs, self.policy.device)
         with torch.no_grad(), self.as_reference():
-            ref_logp_M = predicted(self.policy, tensors)[0]
-        logp_M = predicted(self.policy, tensors)[0]
+            ref_logp_M = predicted(self.policy, predicting(self.policy, tensors), tensors)[0]
+        logp_M = self.predicted(batch, tensors)[0]
         h_A = logp_M.new_zeros(int(tensors.answer_M.max()) + 1)
         return h_A.index_add(0, tensors.answer_M, logp_M - ref_logp_M), tensors
 

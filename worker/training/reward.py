@@ -19,6 +19,7 @@ from worker.model import reward_head
 from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
+from worker.training import grpo
 from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues
 from worker.training.row_loss import RowLoss
 from worker.types import Pack
@@ -55,10 +56,25 @@ class RewardLoss(RowLoss):
         answer = replace(SHORTEST, learned_T=(False, True), scores=(0.0,))
         return Pack((0, 0), (answer,) * (2 if self.settings.reward_kind == "pairs" else 1))
 
+    def keep_prediction(self, batch: Batch) -> None:
+        return  # the pass has kept the rewards
+
+    def kl_from_before(self, batch: Batch) -> float:
+        """Of the predicted probabilities: that the preferred answer of a pair wins, or that a step is right."""
+        tensors = self.laid_out(self._first(batch))
+        after_N = reward_head.rewards(self.policy, self.head, tensors)
+        assert batch.before is not None
+        before_N = batch.before[: len(after_N)]
+        if self.settings.reward_kind == "pairs":
+            before_N, after_N = (each[0::2] - each[1::2] for each in (before_N, after_N))
+        before_N, after_N = (logsigmoid(each.double()) for each in (before_N, after_N))
+        return grpo.binary_kl(before_N, after_N).mean().item()
+
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         tensors = tensors_of(batch.packs, self.policy.device)
         reward_N, score_N = reward_head.rewards(self.policy, self.head, tensors), tensors.score_M
         assert score_N is not None
+        batch.before = reward_N.detach()
         sums = GradientSums(tokens=len(reward_N), sequences=batch.sequences)
         if self.settings.reward_kind == "scores":
             loss = squared_error(reward_N, score_N).sum()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from worker.model.batch import tensors_of
+from worker.model.batch import Tensors, tensors_of
 from worker.model.policy import Policy
-from worker.model.token_logprobs import predicted
+from worker.model.token_logprobs import predicted, predicting
 from worker.training.gradient import Gradient
 from worker.training.loss import Batch, GradientSums, Loss, StepValues
 from worker.types import Pack
@@ -27,6 +27,12 @@ class RowLoss(Loss):
     def settings(self) -> ResolvedOffline:
         return self._settings
 
+    def predicted(self, batch: Batch, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """As `token_logprobs.predicted`. The hidden states are kept for the KL of the update."""
+        hidden = predicting(self.policy, tensors)
+        self.keep_hidden(batch, hidden)
+        return predicted(self.policy, hidden, tensors)
+
     def step_values(self, gradient: Gradient, packs: Sequence[Pack]) -> StepValues:
         """Compute what the loss needs of the whole step."""
         return StepValues()
@@ -36,7 +42,7 @@ class SupervisedLoss(RowLoss):
     """-log p, summed over the learned tokens."""
 
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
-        logp_M, is_top_M = predicted(self.policy, tensors_of(batch.packs, self.policy.device))
+        logp_M, is_top_M = self.predicted(batch, tensors_of(batch.packs, self.policy.device))
         loss = -logp_M.sum()
         return loss, GradientSums(
             loss=loss.item(),

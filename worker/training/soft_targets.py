@@ -20,6 +20,7 @@ from worker.model.token_logprobs import predicting
 from worker.training.loss import Batch, GradientSums, StepValues
 from worker.training.row_loss import RowLoss
 from worker.training.teacher import TeacherPolicy
+from worker.training.top_kl import forward_kl_to_top, kl, with_others_as_one
 from worker.training.world import World
 from worker.types import Pack, TopTokens
 
@@ -45,34 +46,8 @@ def forward_kl(student: Tensor, teacher: Tensor, *, top_k: int | None, temperatu
     log_q = (teacher[..., :shared] / temperature).log_softmax(-1)
     if top_k is not None and top_k < shared:
         top = log_q.topk(top_k).indices
-        log_p, log_q = (_with_the_others_as_one(logp, top) for logp in (log_p, log_q))
-    return temperature**2 * _kl(log_q, log_p)
-
-
-def forward_kl_to_top(student: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """As `forward_kl` at temperature 1, of a teacher of which only the likeliest tokens [m, k] are known.
-
-    Ids that only the teacher has are no tokens. Their probability is a part of that of all others.
-    """
-    is_token = ids < student.shape[-1]
-    # In their place one of the list that the student has: it is not compared twice, because q is 0.
-    ids = torch.where(is_token, ids, ids.amin(-1, keepdim=True).clamp(max=student.shape[-1] - 1))
-    logprobs = logprobs.masked_fill(~is_token, -torch.inf)
-    log_p = _with_the_others_as_one(student.log_softmax(-1), ids)
-    others = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0)  # rounding may leave less than nothing
-    return _kl(torch.cat([logprobs, others.log()], -1), log_p)
-
-
-def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    q = log_q.exp()
-    # A token that the teacher excludes costs nothing, whatever its logarithm.
-    return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
-
-
-def _with_the_others_as_one(logp: Tensor, top: Tensor) -> Tensor:
-    """From log-probabilities [m, V] to those of the tokens `top` [m, k] and, last, of all others: [m, k + 1]."""
-    others = logp.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logp.gather(-1, top), others], -1)
+        log_p, log_q = (with_others_as_one(logp, top) for logp in (log_p, log_q))
+    return temperature**2 * kl(log_q, log_p)
 
 
 class SoftTargetLoss(RowLoss):
@@ -113,6 +88,7 @@ class SoftTargetLoss(RowLoss):
         tensors = tensors_of(packs, self.policy.device)
         comparisons = self._to_top(packs) if self.teacher is None else self._to_policy(self.teacher, tensors)
         hidden = predicting(self.policy, tensors)
+        self.keep_hidden(batch, hidden)
         correct, parts = 0.0, []
         chunks = (torch.split(tensor, self.chunk) for tensor in (hidden, tensors.target_M))
         for own, target, compare in zip(*chunks, comparisons, strict=True):

@@ -35,8 +35,20 @@ class TrainedState(Protocol):
 
     optimizer: AdapterOptimizer  # of this process
 
-    def step(self, divisor: float, steps_taken: int) -> float | None:
-        """As AdapterOptimizer.step."""
+    def prepare(self, divisor: float) -> float | None:
+        """As AdapterOptimizer.prepare."""
+        ...
+
+    def descend(self, steps_taken: int, rate: float) -> float:
+        """As AdapterOptimizer.descend."""
+        ...
+
+    def keep(self) -> None:
+        """As AdapterOptimizer.keep."""
+        ...
+
+    def restore(self) -> None:
+        """As AdapterOptimizer.restore."""
         ...
 
     def clear(self) -> None:
@@ -63,8 +75,17 @@ class _Own:
         self.loss = loss
         self.optimizer = optimizer
 
-    def step(self, divisor: float, steps_taken: int) -> float | None:
-        return self.optimizer.step(divisor, steps_taken)
+    def prepare(self, divisor: float) -> float | None:
+        return self.optimizer.prepare(divisor)
+
+    def descend(self, steps_taken: int, rate: float) -> float:
+        return self.optimizer.descend(steps_taken, rate)
+
+    def keep(self) -> None:
+        self.optimizer.keep()
+
+    def restore(self) -> None:
+        self.optimizer.restore()
 
     def clear(self) -> None:
         self.optimizer.clear()
@@ -150,7 +171,9 @@ class TrainedModel(_Own):
 class OnParts:
     """The order to the other ranks to do with their parts what rank 0 does with its own."""
 
-    operation: Literal["step", "clear", "keep_reference", "save", "load", "write_weights"]
+    operation: Literal[
+        "prepare", "descend", "keep", "restore", "clear", "keep_reference", "save", "load", "write_weights"
+    ]
     arguments: tuple[Any, ...] = ()
 
 
@@ -170,9 +193,21 @@ class LedParts(TrainedModel):
             self.world.give([order] * self.world.size)
             yield
 
-    def step(self, divisor: float, steps_taken: int) -> float | None:
-        with self._together(OnParts("step", (divisor, steps_taken))):
-            return super().step(divisor, steps_taken)
+    def prepare(self, divisor: float) -> float | None:
+        with self._together(OnParts("prepare", (divisor,))):
+            return super().prepare(divisor)
+
+    def descend(self, steps_taken: int, rate: float) -> float:
+        with self._together(OnParts("descend", (steps_taken, rate))):
+            return super().descend(steps_taken, rate)
+
+    def keep(self) -> None:
+        with self._together(OnParts("keep")):
+            super().keep()
+
+    def restore(self) -> None:
+        with self._together(OnParts("restore")):
+            super().restore()
 
     def clear(self) -> None:
         with self._together(OnParts("clear")):
@@ -212,8 +247,14 @@ def load_together(
 def carry_out_on_part(order: OnParts, trained: TrainedModel, world: World) -> None:
     """On a rank above 0."""
     match order.operation:
-        case "step":
-            trained.step(*order.arguments)
+        case "prepare":
+            trained.prepare(*order.arguments)
+        case "descend":
+            trained.descend(*order.arguments)
+        case "keep":
+            trained.keep()
+        case "restore":
+            trained.restore()
         case "clear":
             trained.clear()
         case "keep_reference":

@@ -1,8 +1,9 @@
 """Train a policy on graded groups: optimizer steps with a GRPO-family loss."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from worker.training.policy_loss import (
 from worker.training.sampler_gate import SamplerGap, SamplerGate
 from worker.training.token_rewards import StepMoments
 from worker.training.trainable_weights import read_state, save_state, trained_of
+from worker.training.trust_region import StepTaken, TrustRegion, step_metrics
 from worker.training.world import World
 from worker.types import AnswerKey, Group, Pack, TokenValues, UpdateMetrics
 
@@ -68,6 +70,7 @@ class PeftTrainer:
         self.settings = settings
         self.loss = PolicyLoss(policy, settings, response_schema=response_schema)
         self.gradient = gradient_of(self.loss, token_budget, world, release, memory)
+        self.trust = TrustRegion(settings.step_kl)
         self.waits = settings.value_warmup_steps or 0  # steps before the first of the policy
         self.trained = trained_of(self.loss, optimizer_of(policy, settings, world), world)
         self.value_optimizer: ValueOptimizer | None = None
@@ -147,7 +150,7 @@ class PeftTrainer:
         if not self._agrees(before):
             return _untaken(before, answers, kl_weight)
         watched = self._watched_kl() if settings.kl == 0 else None
-        passes, losses, norms = self._passes(before, parts, std)
+        passes, losses, taken = self._passes(before, parts, std)
         tokens = self._token_values(std) if self.keeps_tokens else {}
         self.gradient.end()
 
@@ -157,14 +160,15 @@ class PeftTrainer:
             trained_sequences=trained,
             trained_tokens=total.tokens,
             dropped_sequences=answers - trained,
-            grad_norm=sum(norms) / len(norms) if norms else None,
+            grad_norm=_mean(one.norm for one in taken),
             clip_fraction=total.clipped / total.tokens,
             kl=total.kl / total.tokens if settings.kl > 0 else watched,
             kl_weight=kl_weight,
             **_of_first_pass(first),
             value_loss=None if self.loss.value_head is None else total.value_loss / total.tokens,
             explained_variance=moments.explained_variance,
-            skipped=len(norms) < len(passes),
+            skipped=len(taken) < len(passes),
+            **step_metrics(taken),
             tokens=tokens,
         )
 
@@ -181,14 +185,14 @@ class PeftTrainer:
 
     def _passes(
         self, first: GradientSums, parts: Sequence[Sequence[GroupContribution]], std: float
-    ) -> tuple[list[GradientSums], list[float], list[float]]:
-        """Descend along the gradient of each mini-batch, `updates_per_batch` times: sums, losses and norms.
+    ) -> tuple[list[GradientSums], list[float], list[StepTaken]]:
+        """Descend along the gradient of each mini-batch, `updates_per_batch` times: sums, losses and steps.
 
-        There is a norm less than there are sums if a gradient was not finite.
+        There is a step less than there are sums if a gradient was not finite.
         """
         wholes = [divisors(part, self.settings)[0] for part in parts]
         passes = [first]
-        norms: list[float] = []
+        steps: list[StepTaken] = []
         losses: list[float] = []
         for number in range(self.settings.updates_per_batch * len(parts)):
             part_number = number % len(parts)
@@ -198,30 +202,40 @@ class PeftTrainer:
             divisor = wholes[part_number] * std
             losses.append(passes[-1].loss / divisor)
             # Warm-up counts steps of the run, however many updates each makes.
-            norm = self._descend(divisor)
-            if norm is None:  # another pass over the same answers would not be finite either
+            taken = self._descend(divisor, part_number)
+            if taken.norm is None:  # another pass over the same answers would not be finite either
                 break
-            norms.append(norm)
-        return passes, losses, norms
+            steps.append(taken)
+        return passes, losses, steps
 
-    def _descend(self, divisor: float) -> float | None:
-        """Take a step of the adapter and of a value head, or of neither. As `AdapterOptimizer.step`; 0 where the
-        adapter waits."""
+    def _descend(self, divisor: float, part: int) -> StepTaken:
+        """Take a step of the adapter and of a value head, or of neither. The norm is 0 where the adapter waits."""
         if self.value_optimizer is None:
-            return self.trained.step(divisor, self.steps_taken)
+            return self._policy_step(divisor, part)
         if not self.value_optimizer.prepare(divisor):
             self.trained.clear()
-            return None
-        norm: float | None = 0.0
+            return StepTaken(None)
         if self.steps_taken < self.waits:
             self.trained.clear()
+            taken = StepTaken(0.0)
         else:
-            norm = self.trained.step(divisor, self.steps_taken - self.waits)
-        if norm is None:
+            taken = self._policy_step(divisor, part)
+        if taken.norm is None:
             self.value_optimizer.clear()
         else:
             self.value_optimizer.descend(self.steps_taken)
-        return norm
+        return taken
+
+    def _policy_step(self, divisor: float, part: int) -> StepTaken:
+        if self.trust.target:
+            self.gradient.of_kept(PolicyLoss.before_step, part)
+        return self.trust.step(
+            self.trained, divisor, self.steps_taken - self.waits, partial(self._step_kl, part)
+        )
+
+    def _step_kl(self, part: int) -> float | None:
+        """That of rank 0, which decides for all."""
+        return self.gradient.of_kept(PolicyLoss.step_kl, part)[0]
 
     def _reward_tokens(self, parts: Sequence[Sequence[GroupContribution]]) -> StepMoments:
         """Compute the advantages of all tokens of the step, then the gradient of the first mini-batch."""
@@ -324,6 +338,7 @@ class PeftTrainer:
         state: dict[str, Any] = {
             **self.trained.save(folder),
             "steps_taken": self.steps_taken,
+            "step_rate": self.trust.rate,
             "torch_rng": torch.get_rng_state(),
         }
         if self.loss.value_head is not None and self.value_optimizer is not None:
@@ -338,6 +353,7 @@ class PeftTrainer:
         earlier = read_state(folder / EARLIER) if (folder / EARLIER).exists() else ()
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
+        self.trust.rate = state.get("step_rate", 1.0)
         self._earlier.clear()
         self._earlier.extend(earlier)
         if self.settings.continue_in_flight:
@@ -367,6 +383,11 @@ def _of_first_pass(first: GradientSums) -> dict[str, Any]:
         "logprob_gap_k3": first.gap_k3 / first.tokens,
         "logprob_gap_ess": first.effective_sample_size,
     }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _untaken(first: GradientSums, answers: int, kl_weight: float | None) -> UpdateMetrics:

@@ -1,0 +1,422 @@
+"""The step trust region: what counts as too far, what is undone, and what a step of each method does."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.jobs.offline_hyperparameters import RewardHyperparameters
+from core.jobs.offline_hyperparameters import resolve as resolve_offline
+from core.step_metrics import StepMetrics
+from tests.fakes import learn
+from tests.present import present
+from tests.worker.test_full import MakeFull, make_full, models  # noqa: F401  # fixtures
+from tests.worker.test_offline_training import conversations, labeled, pairs
+from tests.worker.test_offline_training import settings as offline_settings
+from tests.worker.test_offline_training import trainer as offline_trainer
+from tests.worker.test_reward_models import trainer as reward_trainer
+from tests.worker.test_training import asked
+from tests.worker.test_updates import MIXED, sampled
+from worker.model.policy import Policy
+from worker.recording import alerts
+from worker.training import grpo, trust_region
+from worker.training.optimizer import AdapterOptimizer
+from worker.training.top_kl import kl_from_top, top_tokens
+from worker.training.trainer import PeftTrainer
+from worker.training.trust_region import StepTaken, TrustRegion
+
+# Logits of three tokens before and after an update, and the tokens that were drawn before it.
+BEFORE = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).log_softmax(-1)
+AFTER = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64).log_softmax(-1)
+KL = 0.23940136114  # sum of p (log p - log q)
+
+
+class ToyState:
+    """Stands in for weights whose step at rate r has the KL `curve(r)`, exactly."""
+
+    def __init__(self, curve: Callable[[float], float]) -> None:
+        self.curve = curve
+        self.position = 0.0
+        self.log: list[str] = []
+        self._before = 0.0
+
+    def prepare(self, divisor: float) -> float | None:
+        return None if math.isnan(divisor) else divisor
+
+    def descend(self, steps_taken: int, rate: float) -> float:
+        self.position += rate
+        self.log.append(f"descend {rate:.4g}")
+        return 0.1 * rate
+
+    def keep(self) -> None:
+        self._before = self.position
+
+    def restore(self) -> None:
+        self.position = self._before
+        self.log.append("restore")
+
+    def clear(self) -> None:
+        self.log.append("clear")
+
+    def measure(self) -> float:
+        return self.curve(self.position - self._before)
+
+
+def step(region: TrustRegion, state: Any, divisor: float = 1.0) -> StepTaken:
+    return region.step(state, divisor, 0, state.measure)
+
+
+class TestFormulas:
+    def test_the_kl_of_the_likeliest_tokens_and_the_others_as_one_is_that_of_all_if_one_is_left(self) -> None:
+        ids, before = top_tokens(BEFORE[None], 64)
+
+        [found] = kl_from_top(AFTER[None], ids, before)
+
+        assert ids.tolist() == [[0, 1]]
+        assert (BEFORE.exp() * (BEFORE - AFTER)).sum().item() == pytest.approx(KL, abs=1e-9)
+        assert found.item() == pytest.approx(KL, abs=1e-9)
+
+    def test_it_is_less_with_more_others(self) -> None:
+        [found] = kl_from_top(AFTER[None], *top_tokens(BEFORE[None], 1))
+
+        assert found.item() == pytest.approx(grpo.binary_kl(BEFORE, AFTER)[0].item(), abs=1e-9)
+        assert 0 < found.item() < KL
+
+    def test_tokens_that_the_sampler_could_not_draw_count_for_nothing(self) -> None:
+        one = torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]])
+
+        assert kl_from_top(one, *top_tokens(one, 2)).tolist() == [0.0]
+
+    def test_the_binary_kl_of_any_token_is_at_most_the_kl(self) -> None:
+        of_each = grpo.binary_kl(BEFORE, AFTER)
+
+        expected = [
+            p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+            for p, q in zip(BEFORE.exp().tolist(), AFTER.exp().tolist(), strict=True)
+        ]
+        assert of_each.tolist() == pytest.approx(expected, abs=1e-9)
+        assert (of_each <= KL).all()
+
+    def test_the_binary_kl_of_certain_and_of_equal_tokens_is_finite(self) -> None:
+        logp = torch.tensor([0.0, 0.0, -1e-9, -40.0], dtype=torch.float64)
+        new = torch.tensor([0.0, math.log(0.5), -1.0, -40.0], dtype=torch.float64)
+
+        of_each = grpo.binary_kl(logp, new)
+
+        assert of_each.tolist() == pytest.approx([0.0, math.log(2), 1.0, 0.0], abs=1e-5)
+
+    @pytest.mark.parametrize(
+        ("kl", "factor"), [(0.2, 0.5), (0.45, 1 / 3), (50.0, 0.1), (math.inf, 0.1), (math.nan, 0.1)]
+    )
+    def test_the_rate_is_lowered_by_the_root_of_the_ratio_and_at_most_to_a_tenth(
+        self, kl: float, factor: float
+    ) -> None:
+        assert trust_region.factor(kl, 0.05) == pytest.approx(factor)
+
+
+class TestBacktracking:
+    def test_a_step_within_twice_the_target_is_taken_as_it_is(self) -> None:
+        region, state = TrustRegion(0.05), ToyState(lambda rate: 0.1 * rate**2)
+
+        taken = step(region, state)
+
+        assert taken == StepTaken(1.0, 0.1, 0.1, 0)
+        assert state.log == ["descend 1", "clear"]
+
+    def test_a_step_beyond_it_is_undone_and_repeated_at_the_rate_that_meets_the_target(self) -> None:
+        region, state = TrustRegion(0.05), ToyState(lambda rate: 0.8 * rate**2)
+
+        taken = step(region, state)
+
+        assert state.log == ["descend 1", "restore", "descend 0.25", "clear"]
+        assert (taken.retries, taken.is_rejected) == (1, False)
+        assert taken.kl == pytest.approx(0.05)
+        assert taken.learning_rate == pytest.approx(0.025)
+
+    def test_the_rate_returns_to_the_schedule_by_a_quarter_a_step(self) -> None:
+        curvatures = iter([0.8, 0.8])
+        region, state = TrustRegion(0.05), ToyState(lambda rate: next(curvatures, 0.0) * rate**2)
+        step(region, state)
+
+        rates = []
+        for _ in range(8):
+            rates.append(region.rate)
+            step(region, state)
+
+        assert rates == pytest.approx([min(1.0, 0.25 * 1.25**n) for n in range(1, 9)])
+        assert region.rate == 1.0
+
+    @pytest.mark.parametrize("kl", [10.0, math.nan])
+    def test_after_three_repetitions_the_update_is_skipped(self, kl: float) -> None:
+        region, state = TrustRegion(0.05), ToyState(lambda rate: kl)
+
+        taken = step(region, state)
+
+        assert [line for line in state.log if line.startswith("descend")] == [
+            "descend 1", "descend 0.1", "descend 0.01", "descend 0.001",
+        ]  # fmt: skip
+        assert state.position == 0.0
+        assert (taken.retries, taken.is_rejected, taken.norm) == (3, True, 1.0)
+        assert region.rate == trust_region.LEAST_RATE
+
+    def test_a_target_of_0_measures_nothing(self) -> None:
+        region, state = TrustRegion(0.0), ToyState(lambda rate: pytest.fail("measured"))
+
+        assert step(region, state) == StepTaken(1.0, 0.1)
+        assert state.log == ["descend 1", "clear"]
+
+    def test_a_gradient_that_is_not_finite_takes_no_step(self) -> None:
+        region, state = TrustRegion(0.05), ToyState(lambda rate: 0.0)
+
+        assert step(region, state, math.nan) == StepTaken(None)
+        assert not state.log
+
+
+def optimizer_with_gradient(policy: Policy, steps: int, **options: Any) -> AdapterOptimizer:
+    """After so many steps, with the gradient of another one."""
+    chosen: dict[str, Any] = {"learning_rate": 0.01, "betas": (0.9, 0.95), "max_grad_norm": 1e9}
+    chosen |= {"warmup_steps": 0} | options
+    optimizer = AdapterOptimizer(policy, **chosen)
+    draw = torch.Generator().manual_seed(1)
+    for taken in range(steps + 1):
+        for weight in policy.trainable:
+            weight.grad = torch.randn(weight.shape, generator=draw)
+        if taken < steps:
+            optimizer.descend(taken, 1.0)
+    return optimizer
+
+
+def state_of(optimizer: AdapterOptimizer) -> tuple[list[Tensor], dict[str, Any]]:
+    weights = [weight.detach().clone() for weight in optimizer.trained]
+    return weights, copy.deepcopy(optimizer.adamw.state_dict()["state"])
+
+
+class TestUndo:
+    @pytest.mark.parametrize("steps", [0, 2])
+    def test_an_adapter_and_its_moments_return_bit_for_bit(
+        self, make_policy: Callable[..., Policy], steps: int
+    ) -> None:
+        optimizer = optimizer_with_gradient(make_policy(moved=True), steps, weight_decay=0.1)
+        weights, state = state_of(optimizer)
+
+        optimizer.keep()
+        for rate in (1.0, 0.3):
+            optimizer.descend(steps, rate)
+            assert not torch.equal(optimizer.trained[0], weights[0])
+            optimizer.restore()
+
+        after, after_state = state_of(optimizer)
+        assert all(torch.equal(one, before) for one, before in zip(after, weights, strict=True))
+        assert after_state.keys() == state.keys()
+        for number, moments in state.items():
+            assert all(torch.equal(after_state[number][name], one) for name, one in moments.items())
+        assert optimizer.trained[0].grad is not None
+
+    @pytest.mark.parametrize("steps", [0, 2])
+    def test_all_weights_of_a_model_return_up_to_rounding(self, make_full: MakeFull, steps: int) -> None:  # noqa: F811
+        optimizer = optimizer_with_gradient(make_full(), steps, weight_decay=0.1)
+        weights, state = state_of(optimizer)
+
+        optimizer.keep()
+        optimizer.descend(steps, 1.0)
+        optimizer.restore()
+
+        after, after_state = state_of(optimizer)
+        assert all(torch.allclose(one, before, atol=1e-7) for one, before in zip(after, weights, strict=True))
+        assert after_state.keys() == state.keys()
+        for number, moments in state.items():
+            for name, one in moments.items():
+                assert torch.allclose(after_state[number][name], one, rtol=1e-5, atol=1e-7)
+
+
+class TestSampledAnswers:
+    def test_a_step_of_a_far_too_high_rate_stays_within_the_bound(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        policy = make_policy(moved=True)
+        settings = asked({"step_kl": 0.05, "learning_rate": 1.0, "warmup_steps": 0})
+        one = PeftTrainer(policy, settings, token_budget=4096)
+
+        steps = [learn(one, sampled(policy, MIXED)) for _ in range(3)]
+
+        assert present(steps[0].update_retries) >= 1
+        for metrics in steps:
+            assert metrics.rejected_updates or present(metrics.step_kl) <= 0.1
+            assert present(metrics.learning_rate) < 0.5
+
+    def test_the_measured_kl_is_that_of_plain_log_probabilities(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        policy = make_policy(moved=True)
+        groups = sampled(policy, MIXED)
+        one = PeftTrainer(policy, asked({"step_kl": 10.0, "temperature": 0.7}), token_budget=4096)
+
+        def logprobs() -> Tensor:
+            """Of all tokens [m, V] at the measured positions: those of all answers, which are short."""
+            rows = [
+                (len(group.prompt.ids) - 1, [*group.prompt.ids, *rollout.output_ids_T])
+                for group in groups
+                for rollout in group.rollouts_G
+            ]
+            with torch.no_grad():
+                of_rows = [policy.model(torch.tensor([row])).logits[0, start:-1] for start, row in rows]
+            return (torch.cat(of_rows).double() / 0.7).log_softmax(-1)
+
+        before = logprobs()
+        metrics = learn(one, groups)
+
+        expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
+        assert metrics.step_kl == pytest.approx(expected, rel=0.05)
+
+    @pytest.mark.parametrize("options", [{"updates_per_batch": 2}, {"mini_batches": 2}, {"loss": "ppo"}])
+    def test_each_update_of_a_step_is_measured(
+        self, make_policy: Callable[..., Policy], options: dict[str, Any]
+    ) -> None:
+        policy = make_policy(moved=True)
+        one = PeftTrainer(policy, asked({"step_kl": 0.05} | options), token_budget=24)
+
+        metrics = learn(one, sampled(policy, MIXED))
+
+        assert 0 < present(metrics.step_kl) <= 0.1
+
+    def test_a_resumed_job_takes_the_same_steps(
+        self, make_policy: Callable[..., Policy], tmp_path: Path
+    ) -> None:
+        settings = asked({"step_kl": 0.05, "learning_rate": 0.5})
+        policies = [make_policy(moved=True) for _ in range(2)]
+        groups = sampled(policies[0], MIXED)
+        whole, resumed = (PeftTrainer(policy, settings, token_budget=4096) for policy in policies)
+        learn(whole, groups)
+        whole.save(tmp_path)
+        resumed.load(tmp_path)
+
+        expected, metrics = (learn(one, groups) for one in (whole, resumed))
+
+        assert whole.trust.rate == resumed.trust.rate < 1.0
+        assert (metrics.learning_rate, metrics.step_kl) == (expected.learning_rate, expected.step_kl)
+        for mine, own in zip(*(policy.trainable for policy in policies), strict=True):
+            assert torch.equal(mine, own)
+
+    def test_without_it_nothing_is_measured(self, make_policy: Callable[..., Policy]) -> None:
+        policy = make_policy(moved=True)
+
+        metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), sampled(policy, MIXED))
+
+        assert (metrics.step_kl, metrics.update_retries, metrics.learning_rate) == (None, 0, 0.01)
+
+
+class TestGivenAnswers:
+    @pytest.mark.parametrize(
+        ("method", "rows", "options"),
+        [
+            ("supervised", conversations, {}),
+            ("dpo", pairs, {}),
+            ("dpo", labeled, {"advanced": {"loss": {"type": "kto"}}}),
+        ],
+    )
+    def test_a_step_of_a_far_too_high_rate_stays_within_the_bound(
+        self,
+        make_policy: Callable[..., Policy],
+        method: str,
+        rows: Callable[[], Any],
+        options: dict[str, Any],
+    ) -> None:
+        settings = offline_settings(method, **options).model_copy(
+            update={"learning_rate": 1.0, "warmup_steps": 0}
+        )
+        one = offline_trainer(make_policy(moved=True), settings)
+
+        metrics = one.step(rows())
+
+        assert settings.step_kl == 0.05
+        assert present(metrics.update_retries) >= 1
+        assert metrics.rejected_updates or 0 < present(metrics.step_kl) <= 0.1
+
+    def test_a_reward_model_is_measured_by_the_probability_that_the_preferred_answer_wins(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        one = reward_trainer(make_policy(moved=True))
+        rows = one.measured
+
+        before = one.rewards(rows)
+        metrics = one.step(rows)
+
+        after = one.rewards(rows)
+        p, q = ((both[0::2] - both[1::2]).double().sigmoid() for both in (before, after))
+        expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean().item()
+        assert metrics.step_kl == pytest.approx(expected, rel=1e-2)
+
+    def test_a_reward_model_of_scores_has_none(self) -> None:
+        chosen = RewardHyperparameters()
+
+        resolved = resolve_offline("reward_model", chosen, rows=9, parameters=1000, reward_kind="scores")
+
+        assert (resolved.step_kl, resolved.warmup_steps) == (0.0, 0)
+
+
+def test_all_weights_are_guarded_too(make_full: MakeFull) -> None:  # noqa: F811
+    settings = offline_settings(advanced={"train": "full"}).model_copy(
+        update={"learning_rate": 0.1, "warmup_steps": 0}
+    )
+    one = offline_trainer(make_full(), settings)
+
+    metrics = one.step(conversations())
+
+    assert present(metrics.update_retries) >= 1
+    assert metrics.rejected_updates or present(metrics.step_kl) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rows", "warmup_steps"),
+    [
+        ({}, 100, 3),
+        ({}, 1, 3),
+        ({"step_kl": 0}, 100, 0),
+        ({"warmup_steps": 0}, 100, 0),
+        ({"warmup_steps": 7}, 100, 7),
+    ],
+)
+def test_the_automatic_warm_up_has_three_steps(
+    optimizer: dict[str, Any], rows: int, warmup_steps: int
+) -> None:
+    chosen = Hyperparameters.model_validate({"advanced": {"optimizer": optimizer}})
+
+    assert resolve(chosen, rows=rows, parameters=1, context=128).warmup_steps == warmup_steps
+
+
+class Heard:
+    """A recorder that keeps the messages."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str, dict[str, Any]]] = []
+
+    def inform(self, message: str, data: dict[str, Any]) -> None:
+        self.said.append(("info", message, data))
+
+    def warn(self, message: str, data: dict[str, Any]) -> None:
+        self.said.append(("warn", message, data))
+
+
+def heard(retries: Sequence[int]) -> list[tuple[str, int]]:
+    """The level and step of each event of a job whose steps have so many retries."""
+    recorder, steps = Heard(), []
+    for number, count in enumerate(retries, start=1):
+        steps.append(
+            StepMetrics(
+                step=number, step_kl=0.07, learning_rate=1e-4, update_retries=count, rejected_updates=0
+            )
+        )
+        alerts.report_retries(steps, recorder, 0.05)  # type: ignore[arg-type]
+    return [(level, data["step"]) for level, _, data in recorder.said]
+
+
+def test_the_first_update_that_was_undone_is_an_event_and_most_of_five_steps_are_a_warning() -> None:
+    assert heard([0, 1, 0, 0, 1, 0, 0, 0, 1]) == [("info", 2)]
+    assert heard([0, 1, 0, 1, 1, 1, 1, 0]) == [("info", 2), ("warn", 5)]
+    assert heard([0, 0, 0]) == []

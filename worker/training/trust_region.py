@@ -1,0 +1,104 @@
+"""Bound how far one optimizer step moves the policy: a trust region with backtracking.
+
+After a step, KL(before || after) is measured on one micro-batch of the step. A step that went too far is undone, with
+the optimizer's moments, and taken again along the same gradient with a lower rate. The idea is the line search of TRPO
+(arXiv 1502.05477, appendix C): to second order the KL grows with the square of the rate, so one repetition usually
+suffices.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.training.trainable_weights import TrainedState
+
+TOLERANCE = 2.0  # an update is accepted up to this multiple of the target
+RETRIES = 3
+GROWTH = 1.25  # of the rate, after each accepted update
+LEAST_FACTOR = 0.1  # by which one retry lowers the rate at most
+LEAST_RATE = 0.01  # with which a step begins, after updates that were rejected
+
+
+def is_accepted(kl: float, target: float) -> bool:
+    """Whether a step of this KL is within the trust region. One that is not a number is not."""
+    return kl <= TOLERANCE * target
+
+
+def factor(kl: float, target: float) -> float:
+    """Return what the rate is multiplied by for a step of KL `target`, after one of `kl`: sqrt(target / kl)."""
+    return max(LEAST_FACTOR, math.sqrt(target / kl)) if math.isfinite(kl) else LEAST_FACTOR
+
+
+def grown(rate: float) -> float:
+    """Return the rate after an accepted step: it returns to 1, the learning rate of the schedule."""
+    return min(1.0, rate * GROWTH)
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One update of the weights, or none."""
+
+    norm: float | None  # of the gradient before clipping; None: it is not finite, and nothing changed
+    learning_rate: float | None = None  # of the last try
+    kl: float | None = (
+        None  # KL(before || after) in nats a token; None: not measured. Rejected: that of the last try
+    )
+    retries: int = 0
+    is_rejected: bool = False  # nothing changed
+
+
+class TrustRegion:
+    """Takes the steps of a job. `rate`: the share of the scheduled learning rate with which the next one begins."""
+
+    def __init__(self, target: float) -> None:
+        """`target`: the KL of a step, in nats a token. 0: every step is accepted, and none is measured."""
+        self.target = target
+        self.rate = 1.0
+
+    def step(
+        self, trained: TrainedState, divisor: float, steps_taken: int, measure: Callable[[], float | None]
+    ) -> StepTaken:
+        """Divide the gradient, clip its norm and take a step. Clears the gradient.
+
+        Args:
+            measure: returns KL(before || after) of the step that was just taken; None: it is not known.
+        """
+        norm = trained.prepare(divisor)
+        if norm is None:
+            return StepTaken(None)
+        update = self._tried(trained, norm, steps_taken, measure)
+        trained.clear()
+        return update
+
+    def _tried(
+        self, trained: TrainedState, norm: float, steps_taken: int, measure: Callable[[], float | None]
+    ) -> StepTaken:
+        if not self.target:
+            return StepTaken(norm, trained.descend(steps_taken, 1.0))
+        trained.keep()
+        rate, lowered = self.rate, self.rate
+        for retries in range(RETRIES + 1):
+            rate = lowered
+            learning_rate = trained.descend(steps_taken, rate)
+            kl = measure()
+            if kl is None or is_accepted(kl, self.target):
+                self.rate = grown(rate)
+                return StepTaken(norm, learning_rate, kl, retries)
+            trained.restore()
+            lowered = rate * factor(kl, self.target)
+        self.rate = max(rate, LEAST_RATE)
+        return StepTaken(norm, learning_rate, kl, RETRIES, is_rejected=True)
+
+
+def step_metrics(updates: Sequence[StepTaken]) -> dict[str, Any]:
+    """Return the metrics of the updates of one step; none where the weights took none."""
+    steps = [one for one in updates if one.learning_rate is not None]
+    if not steps:
+        return {}
+    return {
+        "learning_rate": steps[-1].learning_rate,
+        "step_kl": max((one.kl for one in steps if one.kl is not None), default=None),
+        "update_retries": sum(one.retries for one in steps),
+        "rejected_updates": sum(one.is_rejected for one in steps),
+    }
