@@ -21,8 +21,9 @@ from tests.worker.rounding import assert_same_gradient
 from worker.model.policy import Policy
 from worker.rollout.served_teacher import ServedTeacher
 from worker.training.offline import SoftTargetTrainer
-from worker.training.soft_targets import forward_kl, forward_kl_to_top
+from worker.training.soft_targets import forward_kl
 from worker.training.teacher import TeacherPolicy
+from worker.training.top_kl import forward_kl_to_top
 from worker.types import Pack, TrainingSequence
 
 MakePolicy = Callable[..., Policy]
