@@ -120,6 +120,7 @@ def job_problem(
         valid_rows=valid_rows,
         eval_samples=resolved.eval_samples,
         off_policy_steps=resolved.off_policy_steps,
+        undoes=resolved.step_kl > 0,
         limit=entry.context,
     )
     takes_turns = not (resolved.overlap or resolved.off_policy_steps)

@@ -82,6 +82,7 @@ def prepare_task(
         valid_rows=len(valid),
         eval_samples=resolved.eval_samples,
         off_policy_steps=resolved.off_policy_steps,
+        undoes=resolved.step_kl > 0,
         limit=base.entry.context,
     )
     try:
