@@ -15,6 +15,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.offline_hyperparameters import RewardHyperparameters
 from core.jobs.offline_hyperparameters import resolve as resolve_offline
 from core.step_metrics import StepMetrics
+from graders.types import Grade
 from tests.fakes import learn
 from tests.present import present
 from tests.worker.test_full import MakeFull, make_full, models  # noqa: F401  # fixtures
@@ -27,10 +28,12 @@ from tests.worker.test_updates import MIXED, sampled
 from worker.model.policy import Policy
 from worker.recording import alerts
 from worker.training import grpo, trust_region
+from worker.training.loss import KlSum, beginning, learned_tokens, spread
 from worker.training.optimizer import AdapterOptimizer
 from worker.training.top_kl import kl_from_top, top_tokens
 from worker.training.trainer import PeftTrainer
 from worker.training.trust_region import StepTaken, TrustRegion
+from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 # Logits of three tokens before and after an update, and the tokens that were drawn before it.
 BEFORE = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).log_softmax(-1)
@@ -119,6 +122,42 @@ class TestFormulas:
         self, kl: float, factor: float
     ) -> None:
         assert trust_region.factor(kl, 0.05) == pytest.approx(factor)
+
+
+class TestWhereItIsMeasured:
+    def answer(self, tokens: int, **fields: Any) -> TrainingSequence:
+        ids = tuple(range(tokens))
+        return TrainingSequence(ids, (0.0,) * tokens, (0.0,) * tokens, 1.0, **fields)
+
+    def test_the_first_learned_tokens_of_the_answers_to_a_prompt(self) -> None:
+        short, long = self.answer(3), self.answer(100)
+
+        part = beginning(Pack((1,) * 600, (short, long, long)), 10)
+
+        assert [len(one.output_ids_T) for one in part.sequences] == [3, 7]
+        assert (len(part.prompt_ids), learned_tokens(part)) == (600, 10)
+
+    def test_tokens_that_are_not_learned_do_not_count(self) -> None:
+        learned_T = (False, False, True, False, True, True)
+
+        [one] = beginning(Pack((1,), (self.answer(6, learned_T=learned_T),)), 2).sequences
+        [forced] = beginning(Pack((1,), (self.answer(9, grammar_start=5, forced=3),)), 4).sequences
+        [before] = beginning(Pack((1,), (self.answer(9, grammar_start=5, forced=3),)), 1).sequences
+
+        assert (one.learned_T, one.trained_tokens) == (learned_T[:5], 2)
+        assert (len(forced.output_ids_T), forced.forced, forced.trained_tokens) == (7, 3, 4)
+        assert (len(before.output_ids_T), before.forced, before.trained_tokens) == (1, 0, 1)
+
+    def test_four_prompts_in_equal_distances_and_parts_of_one_where_there_are_fewer(self) -> None:
+        packs = [Pack((prompt,), ()) for prompt in range(8)]
+        parts = [Pack((0,), ()), Pack((0,), (self.answer(1),)), Pack((1,), ())]
+
+        assert [pack.prompt_ids for pack in spread(packs, lambda pack: pack)] == [(0,), (2,), (4,), (6,)]
+        assert [pack.prompt_ids for pack in spread(parts, lambda pack: pack)] == [(0,), (1,), (0,)]
+
+    def test_the_mean_over_ranks_is_that_of_their_positions(self) -> None:
+        assert KlSum.mean([KlSum(1.0, 10), KlSum(0.5, 5), KlSum()]) == pytest.approx(0.1)
+        assert KlSum.mean([KlSum()]) is None
 
 
 class TestBacktracking:
@@ -278,7 +317,33 @@ class TestSampledAnswers:
         metrics = learn(one, groups)
 
         expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=0.05)
+        assert metrics.step_kl == pytest.approx(expected, rel=1e-3)
+
+    def test_long_prompts_are_measured_too_and_not_one_of_them_alone(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        """Four prompts of eight, in equal distances, with two answers of a token to each."""
+        policy = make_policy(moved=True)
+        prompts = [[1 + (line + place) % 50 for place in range(300)] for line in range(8)]
+        groups = [
+            Group(
+                Prompt(line, tuple(ids), {}),
+                tuple(Rollout((token,), (-1.0,), "", "stop") for token in (7 + line, 30 + line)),
+                (Grade(1.0), Grade(0.0)),
+            )
+            for line, ids in enumerate(prompts)
+        ]
+        one = PeftTrainer(policy, asked({"step_kl": 10.0}), token_budget=700)
+
+        def logprobs() -> Tensor:
+            with torch.no_grad():
+                return policy.model(torch.tensor(prompts[::2])).logits[:, -1].double().log_softmax(-1)
+
+        before = logprobs()
+        metrics = learn(one, groups)
+
+        expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
+        assert metrics.step_kl == pytest.approx(expected, rel=0.01)
 
     @pytest.mark.parametrize("options", [{"updates_per_batch": 2}, {"mini_batches": 2}, {"loss": "ppo"}])
     def test_each_update_of_a_step_is_measured(
@@ -348,7 +413,7 @@ class TestGivenAnswers:
         self, make_policy: Callable[..., Policy]
     ) -> None:
         one = reward_trainer(make_policy(moved=True))
-        rows = one.measured
+        rows = one.measured[:4]
 
         before = one.rewards(rows)
         metrics = one.step(rows)

@@ -17,7 +17,7 @@ from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.training.distributed import gradient_of
 from worker.training.gradient import StepMemory
-from worker.training.loss import GradientSums
+from worker.training.loss import GradientSums, KlSum
 from worker.training.losses import row_loss_of
 from worker.training.optimizer import AdapterOptimizer, optimizer_of
 from worker.training.reward import RewardLoss
@@ -123,8 +123,7 @@ class OfflineTrainer:
         return self.gradient.collect()
 
     def _step_kl(self) -> float | None:
-        """That of rank 0, which decides for all."""
-        return self.gradient.of_kept(RowLoss.step_kl)[0]
+        return KlSum.mean(self.gradient.of_kept(RowLoss.step_kl))
 
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""
