@@ -388,7 +388,8 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
         return retry_with_less_memory(attempt, str(cause))
     except UserMistake as mistake:
         return failed(attempt, mistake)
-    return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
+    statuses = {RunOutcome.DONE: process.DONE, RunOutcome.ROLLED_BACK: process.ROLLED_BACK}
+    return statuses.get(outcome, process.DRAINED)
 
 
 def failed(attempt: Attempt, mistake: UserMistake) -> int:

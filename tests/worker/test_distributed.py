@@ -263,7 +263,7 @@ def test_ranks_undo_the_updates_that_one_process_undoes(
 
         assert metrics.update_retries == expected.update_retries
         assert metrics.rejected_updates == expected.rejected_updates
-        assert metrics.step_kl == pytest.approx(expected.step_kl, rel=0.01)
+        assert metrics.update_kl == pytest.approx(expected.update_kl, rel=0.01)
         assert metrics.learning_rate == pytest.approx(expected.learning_rate, rel=0.01)
 
     assert retries

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.offline_hyperparameters import RewardHyperparameters
-from core.jobs.offline_hyperparameters import resolve as resolve_offline
 from core.step_metrics import StepMetrics
 from graders.types import Grade
 from tests.fakes import learn
@@ -25,8 +23,10 @@ from tests.worker.test_offline_training import trainer as offline_trainer
 from tests.worker.test_reward_models import trainer as reward_trainer
 from tests.worker.test_training import asked
 from tests.worker.test_updates import MIXED, sampled
+from worker.history import History
 from worker.model.policy import Policy
-from worker.recording import alerts
+from worker.recording import alerts, divergence
+from worker.refusals import TrainingDiverged
 from worker.training import grpo, trust_region
 from worker.training.loss import KlSum, beginning, learned_tokens, spread
 from worker.training.optimizer import AdapterOptimizer
@@ -205,6 +205,25 @@ class TestBacktracking:
         assert (taken.retries, taken.is_rejected, taken.norm) == (3, True, 1.0)
         assert region.rate == trust_region.LEAST_RATE
 
+    def test_a_step_that_cannot_be_measured_is_accepted_and_says_so(self) -> None:
+        region, state = TrustRegion(0.05), ToyState(lambda rate: 0.0)
+        region.rate = 0.5
+
+        taken = region.step(state, 1.0, 0, lambda: None)
+
+        assert taken == StepTaken(1.0, 0.05, None, is_unmeasured=True)
+        assert region.rate == 0.5
+        assert trust_region.step_metrics([taken])["unmeasured_updates"] == 1
+
+    def test_the_metric_is_the_largest_kl_of_the_accepted_updates_in_any_order(self) -> None:
+        taken = [
+            StepTaken(1.0, 0.1, 0.02),
+            StepTaken(1.0, 0.1, None, 3, is_rejected=True),
+            StepTaken(1.0, 0.1, 0.01),
+        ]
+
+        assert {trust_region.step_metrics(each)["update_kl"] for each in (taken, taken[::-1])} == {0.02}
+
     def test_a_target_of_0_measures_nothing(self) -> None:
         region, state = TrustRegion(0.0), ToyState(lambda rate: pytest.fail("measured"))
 
@@ -285,15 +304,16 @@ class TestSampledAnswers:
         self, make_policy: Callable[..., Policy]
     ) -> None:
         policy = make_policy(moved=True)
-        settings = asked({"step_kl": 0.05, "learning_rate": 1.0, "warmup_steps": 0})
+        settings = asked({"step_kl": 0.05, "learning_rate": 0.1, "warmup_steps": 0})
         one = PeftTrainer(policy, settings, token_budget=4096)
 
         steps = [learn(one, sampled(policy, MIXED)) for _ in range(3)]
 
         assert present(steps[0].update_retries) >= 1
         for metrics in steps:
-            assert metrics.rejected_updates or present(metrics.step_kl) <= 0.1
-            assert present(metrics.learning_rate) < 0.5
+            assert metrics.rejected_updates == 0
+            assert present(metrics.update_kl) <= 0.1
+            assert present(metrics.learning_rate) < 0.1
 
     def test_the_measured_kl_is_that_of_plain_log_probabilities(
         self, make_policy: Callable[..., Policy]
@@ -317,7 +337,7 @@ class TestSampledAnswers:
         metrics = learn(one, groups)
 
         expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=1e-3)
+        assert metrics.update_kl == pytest.approx(expected, rel=1e-3)
 
     def test_long_prompts_are_measured_too_and_not_one_of_them_alone(
         self, make_policy: Callable[..., Policy]
@@ -343,7 +363,7 @@ class TestSampledAnswers:
         metrics = learn(one, groups)
 
         expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=0.01)
+        assert metrics.update_kl == pytest.approx(expected, rel=0.01)
 
     @pytest.mark.parametrize("options", [{"updates_per_batch": 2}, {"mini_batches": 2}, {"loss": "ppo"}])
     def test_each_update_of_a_step_is_measured(
@@ -354,7 +374,7 @@ class TestSampledAnswers:
 
         metrics = learn(one, sampled(policy, MIXED))
 
-        assert 0 < present(metrics.step_kl) <= 0.1
+        assert 0 < present(metrics.update_kl) <= 0.1
 
     def test_a_resumed_job_takes_the_same_steps(
         self, make_policy: Callable[..., Policy], tmp_path: Path
@@ -370,7 +390,7 @@ class TestSampledAnswers:
         expected, metrics = (learn(one, groups) for one in (whole, resumed))
 
         assert whole.trust.rate == resumed.trust.rate < 1.0
-        assert (metrics.learning_rate, metrics.step_kl) == (expected.learning_rate, expected.step_kl)
+        assert (metrics.learning_rate, metrics.update_kl) == (expected.learning_rate, expected.update_kl)
         for mine, own in zip(*(policy.trainable for policy in policies), strict=True):
             assert torch.equal(mine, own)
 
@@ -379,7 +399,7 @@ class TestSampledAnswers:
 
         metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), sampled(policy, MIXED))
 
-        assert (metrics.step_kl, metrics.update_retries, metrics.learning_rate) == (None, 0, 0.01)
+        assert (metrics.update_kl, metrics.update_retries, metrics.learning_rate) == (None, 0, 0.01)
 
 
 class TestGivenAnswers:
@@ -399,20 +419,21 @@ class TestGivenAnswers:
         options: dict[str, Any],
     ) -> None:
         settings = offline_settings(method, **options).model_copy(
-            update={"learning_rate": 1.0, "warmup_steps": 0}
+            update={"learning_rate": 0.1, "step_kl": 0.05}
         )
         one = offline_trainer(make_policy(moved=True), settings)
 
         metrics = one.step(rows())
 
-        assert settings.step_kl == 0.05
         assert present(metrics.update_retries) >= 1
-        assert metrics.rejected_updates or 0 < present(metrics.step_kl) <= 0.1
+        assert 0 < present(metrics.update_kl) <= 0.1
 
     def test_a_reward_model_is_measured_by_the_probability_that_the_preferred_answer_wins(
         self, make_policy: Callable[..., Policy]
     ) -> None:
-        one = reward_trainer(make_policy(moved=True))
+        one = reward_trainer(
+            make_policy(moved=True), advanced={"optimizer": {"step_kl": 1.0, "warmup_steps": 0}}
+        )
         rows = one.measured[:4]
 
         before = one.rewards(rows)
@@ -421,26 +442,25 @@ class TestGivenAnswers:
         after = one.rewards(rows)
         p, q = ((both[0::2] - both[1::2]).double().sigmoid() for both in (before, after))
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=1e-2)
+        assert metrics.update_kl == pytest.approx(expected, rel=1e-2)
 
-    def test_a_reward_model_of_scores_has_none(self) -> None:
-        chosen = RewardHyperparameters()
-
-        resolved = resolve_offline("reward_model", chosen, rows=9, parameters=1000, reward_kind="scores")
+    @pytest.mark.parametrize("method", ["supervised", "dpo", "logits"])
+    def test_it_is_off_by_default_and_then_there_is_no_warm_up(self, method: str) -> None:
+        resolved = offline_settings(method)
 
         assert (resolved.step_kl, resolved.warmup_steps) == (0.0, 0)
 
 
 def test_all_weights_are_guarded_too(make_full: MakeFull) -> None:  # noqa: F811
     settings = offline_settings(advanced={"train": "full"}).model_copy(
-        update={"learning_rate": 0.1, "warmup_steps": 0}
+        update={"learning_rate": 0.1, "step_kl": 0.05}
     )
     one = offline_trainer(make_full(), settings)
 
     metrics = one.step(conversations())
 
     assert present(metrics.update_retries) >= 1
-    assert metrics.rejected_updates or present(metrics.step_kl) <= 0.1
+    assert present(metrics.update_kl) <= 0.1
 
 
 @pytest.mark.parametrize(
@@ -461,6 +481,23 @@ def test_the_automatic_warm_up_has_three_steps(
     assert resolve(chosen, rows=rows, parameters=1, context=128).warmup_steps == warmup_steps
 
 
+def test_the_warm_up_of_the_policy_fits_into_its_steps_after_those_of_the_values() -> None:
+    advanced = {"loss": {"type": "ppo", "value_warmup_steps": 3}}
+    chosen = Hyperparameters.model_validate({"n_epochs": 1, "batch_size": 1, "advanced": advanced})
+
+    assert resolve(chosen, rows=5, parameters=1, context=128).warmup_steps == 1
+
+
+def test_an_update_that_is_rejected_does_not_move_the_values(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(moved=True)
+    one = PeftTrainer(policy, asked({"loss": "ppo", "step_kl": 1e-12}), token_budget=4096)
+
+    metrics = learn(one, sampled(policy, MIXED))
+
+    assert (metrics.rejected_updates, metrics.update_kl) == (1, None)
+    assert not any(weight.any() for weight in one.loss.trainable[-2:])
+
+
 class Heard:
     """A recorder that keeps the messages."""
 
@@ -474,20 +511,50 @@ class Heard:
         self.said.append(("warn", message, data))
 
 
-def heard(retries: Sequence[int]) -> list[tuple[str, int]]:
-    """The level and step of each event of a job whose steps have so many retries."""
-    recorder, steps = Heard(), []
-    for number, count in enumerate(retries, start=1):
-        steps.append(
-            StepMetrics(
-                step=number, step_kl=0.07, learning_rate=1e-4, update_retries=count, rejected_updates=0
-            )
-        )
-        alerts.report_retries(steps, recorder, 0.05)  # type: ignore[arg-type]
-    return [(level, data["step"]) for level, _, data in recorder.said]
+def heard(
+    steps: Iterable[dict[str, Any]], warned: Collection[str] = ()
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """The level, message and data of each event of a job with such steps."""
+    recorder, history = Heard(), History.of([], warned=warned)
+    for number, fields in enumerate(steps, start=1):
+        history.add(StepMetrics.load({"step": number, "update_kl": 0.07, "learning_rate": 1e-4} | fields))
+        alerts.report_updates(history, recorder, 0.05)  # type: ignore[arg-type]
+    return recorder.said
 
 
-def test_the_first_update_that_was_undone_is_an_event_and_most_of_five_steps_are_a_warning() -> None:
-    assert heard([0, 1, 0, 0, 1, 0, 0, 0, 1]) == [("info", 2)]
-    assert heard([0, 1, 0, 1, 1, 1, 1, 0]) == [("info", 2), ("warn", 5)]
-    assert heard([0, 0, 0]) == []
+def undone(*retries: int, warned: Collection[str] = ()) -> list[tuple[str, int]]:
+    events = heard([{"update_retries": count} for count in retries], warned)
+    return [(level, data["step"]) for level, _, data in events]
+
+
+def test_the_first_update_that_was_undone_is_an_event_and_most_of_five_steps_are_one_warning() -> None:
+    assert undone(0, 1, 0, 0, 1, 0, 0, 0, 1) == [("info", 2)]
+    assert undone(0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1) == [("info", 2), ("warn", 5)]
+    assert undone(1, 1, 1, 1, 1) == [("info", 1), ("warn", 5)]
+    assert undone(1, 1, 1, 1, 1, warned={alerts.RETRIES}) == [("info", 1)]
+    assert undone(0, 0, 0) == []
+
+
+def test_the_event_of_an_update_that_was_skipped_has_no_kl() -> None:
+    [(_, message, data)] = heard([{"update_kl": None, "update_retries": 3, "rejected_updates": 1}])
+
+    assert "skipped after the last try" in message
+    assert data["update_kl"] is None
+
+
+def test_an_update_that_could_not_be_measured_is_an_event_once() -> None:
+    events = heard([{"update_kl": None, "unmeasured_updates": 1}] * 2)
+
+    assert [message for _, message, _ in events] == [
+        "Memory ran out while an update was measured: it was accepted, and its KL is not known."
+    ]
+
+
+def test_a_job_fails_after_three_steps_in_a_row_whose_updates_are_all_rejected() -> None:
+    rejected = {"update_kl": None, "update_retries": 3, "rejected_updates": 1}
+    fields = [rejected, rejected, rejected | {"update_kl": 0.01}, rejected, rejected, rejected]
+    steps = [StepMetrics.load({"step": number} | each) for number, each in enumerate(fields, start=1)]
+
+    divergence.check_updates(steps[:5], 10)
+    with pytest.raises(TrainingDiverged, match="In 3 steps in a row every update"):
+        divergence.check_updates(steps, 10)

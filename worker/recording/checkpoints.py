@@ -35,7 +35,8 @@ from worker.types import Rollback
 log = logging.getLogger(__name__)
 
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
-# checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
+# checkpoint, and only after a release that reads both: both versions run side by side during a rollout. Older versions
+# ignore `step_rate` of trainer.pt, and begin with the rate of the schedule.
 FORMAT = 1
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
@@ -207,7 +208,7 @@ class JobCheckpoints:
             tuned_models.delete_names_of(session, checkpoint.id)
             pages.delete_row(session, checkpoint, owner=checkpoint.job_id)
         # An attempt trains with what the first one has resolved.
-        job.resolved = {**(job.resolved or {}), "learning_rate": rollback.learning_rate}
+        job.resolved = {**(job.resolved or {}), **rollback.learning_rates}
         events.append(session, job.id, rollback.message, level="warn", data=dict(rollback.data))
         return True
 

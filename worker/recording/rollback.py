@@ -49,7 +49,10 @@ def rollback(
         "learning_rate": learning_rate,
         **{name: value for name, value in numbers.data.items() if name != "threshold"},
     }
-    return Rollback(target, learning_rate, message, data)
+    learning_rates = {"learning_rate": learning_rate}
+    if settings.value_learning_rate is not None:
+        learning_rates["value_learning_rate"] = settings.value_learning_rate * RATE
+    return Rollback(target, learning_rates, message, data)
 
 
 def _is_healthy(steps: Steps, step: int, thresholds: Thresholds) -> bool:

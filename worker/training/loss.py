@@ -149,9 +149,9 @@ def beginning(pack: Pack, tokens: int) -> Pack:
 def _beginning_of(answer: TrainingSequence, tokens: int) -> TrainingSequence:
     if answer.trained_tokens <= tokens:
         return answer
-    learned_T = list(answer.learned_T) or [True] * len(answer.output_ids_T)
+    learned_T = [int(learned) for learned in answer.learned_T] or [1] * len(answer.output_ids_T)
     forced = slice(answer.grammar_start - answer.forced, answer.grammar_start)
-    learned_T[forced] = [False] * answer.forced
+    learned_T[forced] = [0] * answer.forced
     end = list(accumulate(learned_T)).index(tokens) + 1
     return replace(
         answer,
@@ -173,7 +173,8 @@ Measured = TypeVar("Measured")
 def spread(candidates: Sequence[Measured], pack_of: Callable[[Measured], Pack]) -> list[Measured]:
     """Return MEASURED_PROMPTS of the candidates, in equal distances, of different prompts as far as there are such."""
     prompts: set[tuple[int, ...]] = set()
-    firsts, others = [], []
+    firsts: list[Measured] = []
+    others: list[Measured] = []
     for candidate in candidates:
         prompt = pack_of(candidate).prompt_ids
         (others if prompt in prompts else firsts).append(candidate)
@@ -287,7 +288,7 @@ class Loss(ABC):
         chosen = spread(slices, lambda one: one.pack)
         self._predictions = [(one.pack, self.prediction(one)) for one in chosen]
 
-    def step_kl(self, batches: Sequence[Batch]) -> KlSum:
+    def update_kl(self, batches: Sequence[Batch]) -> KlSum:
         """Return the KL(before || after) of the newest update, at the positions of this rank."""
         sums = KlSum()
         for pack, before in self._predictions:

@@ -65,10 +65,10 @@ class RewardLoss(RowLoss):
 
     def kl_from(self, pack: Pack, before: Any) -> Tensor:
         """Of the predicted probabilities: that the preferred answer of a pair wins, or that a step is right."""
-        rewards_N = before, reward_head.rewards(self.policy, self.head, self.laid_out(Batch([pack])))
+        before_N, after_N = before, reward_head.rewards(self.policy, self.head, self.laid_out(Batch([pack])))
         if self.settings.reward_kind == "pairs":
-            rewards_N = tuple(each[0::2] - each[1::2] for each in rewards_N)
-        return grpo.binary_kl(*(logsigmoid(each.double()) for each in rewards_N))
+            before_N, after_N = (each[0::2] - each[1::2] for each in (before_N, after_N))
+        return grpo.binary_kl(*(logsigmoid(each.double()) for each in (before_N, after_N)))
 
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         tensors = tensors_of(batch.packs, self.policy.device)

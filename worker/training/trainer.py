@@ -219,7 +219,7 @@ class PeftTrainer:
             taken = StepTaken(0.0)
         else:
             taken = self._policy_step(divisor, part)
-        if taken.norm is None:
+        if taken.norm is None or taken.is_rejected:
             self.value_optimizer.clear()
         else:
             self.value_optimizer.descend(self.steps_taken)
@@ -228,10 +228,10 @@ class PeftTrainer:
     def _policy_step(self, divisor: float, part: int) -> StepTaken:
         if self.trust.target:
             self.gradient.of_kept(PolicyLoss.before_step, part)
-        return self.trust.step(self.trained, divisor, self.steps_taken - self.waits, self._step_kl)
+        return self.trust.step(self.trained, divisor, self.steps_taken - self.waits, self._update_kl)
 
-    def _step_kl(self) -> float | None:
-        return KlSum.mean(self.gradient.of_kept(PolicyLoss.step_kl))
+    def _update_kl(self) -> float | None:
+        return KlSum.mean(self.gradient.of_kept(PolicyLoss.update_kl))
 
     def _reward_tokens(self, parts: Sequence[Sequence[GroupContribution]]) -> StepMoments:
         """Compute the advantages of all tokens of the step, then the gradient of the first mini-batch."""
