@@ -280,9 +280,10 @@ class Rollback:
     """The return of a collapsed job to an earlier checkpoint, with the message to the user and its numbers."""
 
     step: int  # of the checkpoint; 0: the model that the job started from
-    learning_rates: Mapping[str, float]  # hyperparameters that change
-    message: str
-    data: Mapping[str, Any]
+    collapsed_at: int  # the step
+    learning_rates: Mapping[str, float]  # by hyperparameter; a third of those before
+    evidence: str  # a sentence for the user
+    data: Mapping[str, float]  # its numbers
 
 
 # How an attempt ended. interrupted: another attempt resumes the same run.
