@@ -93,7 +93,7 @@ def demo(seed: int, requested: Mapping[str, Any], args: argparse.Namespace) -> d
     return {
         "curve": [value for step in run.steps if (value := step.get("full_valid_mean_reward")) is not None],
         "is_healthy": not found & RULES and run.outcome != "worse",
-        "largest_step_kl": max((step.get("step_kl") or 0.0 for step in run.steps), default=None),
+        "largest_step_kl": max((step.get("update_kl") or 0.0 for step in run.steps), default=None),
         "retries": sum(step.get("update_retries") or 0 for step in run.steps),
     }
 

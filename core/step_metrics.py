@@ -251,8 +251,9 @@ class StepMetrics(_Part):
         csv=True,
         offline=True,
     )
-    step_kl: float | None = metric(
-        "KL(before || after) per token of the update, on one micro-batch; the largest of several updates.",
+    update_kl: float | None = metric(
+        "KL(before || after) per token of the update, at answers to a few prompts; the largest of several that were "
+        "accepted. Of a reward model: per pair or step.",
         "nats",
         csv=True,
         offline=True,
@@ -264,6 +265,10 @@ class StepMetrics(_Part):
     )
     rejected_updates: int | None = metric(
         "Updates that were still beyond twice the target after the last try, and changed nothing.",
+        offline=True,
+    )
+    unmeasured_updates: int | None = metric(
+        "Updates that were accepted without a KL, because memory ran out while it was measured.",
         offline=True,
     )
     logprob_gap: float | None = metric(

@@ -391,7 +391,8 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
         return paused(attempt, cause)
     except UserMistake as mistake:
         return failed(attempt, mistake)
-    return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
+    statuses = {RunOutcome.DONE: process.DONE, RunOutcome.ROLLED_BACK: process.ROLLED_BACK}
+    return statuses.get(outcome, process.DRAINED)
 
 
 def paused(attempt: Attempt, cause: ToolsFail) -> int:

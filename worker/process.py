@@ -16,6 +16,7 @@ ENDED = 70  # between rank 0 and its launcher: done, and the launcher ends the o
 FAILED = 1  # as for any exception; the run has logged the reason
 UNSTARTED = 71  # EX_OSERR: the machine lacks what a new process needs; it is queued again at no cost
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
+ROLLED_BACK = 83  # the job continues from an earlier checkpoint: queued again at no cost
 LOST = 76  # lost the lease; nothing to record
 HUNG = 77  # not an exit status: set by the supervisor when it kills a run without progress
 PUT_OFF = 79  # this worker cannot run the job; it is queued again, with the reason

@@ -24,6 +24,7 @@ from worker.progress import PROGRESS
 class RunOutcome(enum.Enum):
     DONE = "done"
     INTERRUPTED = "interrupted"  # checkpointed at a step boundary, to be continued
+    ROLLED_BACK = "rolled_back"  # to be continued from an earlier checkpoint
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Run:
             step += 1
             with progress.in_step(step):
                 ended = await self.step(step)
+            if ended is RunOutcome.ROLLED_BACK:
+                return ended
             if ended is RunOutcome.DONE:
                 break
             if ended is RunOutcome.INTERRUPTED and step < schedule.total_steps:
@@ -86,7 +89,7 @@ class Run:
         if early is not None:  # before the checkpoint, from which an attempt would not come to this again
             self.recorder.inform(early.message, {"step": step, **early.evidence})
         elif self.is_rolled_back():
-            return RunOutcome.INTERRUPTED
+            return RunOutcome.ROLLED_BACK
         if experience.schedule.is_saved(step) or early is not None or stop:
             self.save(data, for_pause=pause)
         if early is not None:

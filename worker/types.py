@@ -368,9 +368,12 @@ class UpdateMetrics:
     skipped: bool = False  # a gradient was not finite, so the step was not taken
     # Of the step trust region (worker/training/trust_region.py); None: the weights took no step.
     learning_rate: float | None = None  # of the last update
-    step_kl: float | None = None  # the largest KL(before || after) of an update; None: not measured
+    update_kl: float | None = (
+        None  # the largest KL(before || after) of an accepted update; None: not measured
+    )
     update_retries: int | None = None
     rejected_updates: int | None = None
+    unmeasured_updates: int | None = None
     # Of the answers that were computed; empty unless the trainer keeps them. Not a metric.
     tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)
 
@@ -428,9 +431,10 @@ class Rollback:
     """The return of a collapsed job to an earlier checkpoint, with the message to the user and its numbers."""
 
     step: int  # of the checkpoint; 0: the model that the job started from
-    learning_rate: float
-    message: str
-    data: Mapping[str, Any]
+    collapsed_at: int  # the step
+    learning_rates: Mapping[str, float]  # by hyperparameter; a third of those before
+    evidence: str  # a sentence for the user
+    data: Mapping[str, float]  # its numbers
 
 
 # How an attempt ended. interrupted: another attempt resumes the same run.

@@ -433,13 +433,15 @@ def resolve(
         * (FULL_LEARNING_RATE if advanced.train == "full" else 1.0)
         * _or(hyperparameters.learning_rate_multiplier, 1.0),
     )
+    # Steps before the first of the policy.
+    waits = min(PLACES["value_warmup_steps"].value_in(advanced) or 0, total_steps - 1)
     automatic = {
         "kl_estimator": "k1" if isinstance(advanced.loss, TokenRewardLoss) else "k3",
         "std": None if advanced.loss.advantage_scale == "none" else "population",
         "group_size": max(2, round(8 * _or(hyperparameters.compute_multiplier, 1.0))),
         "learning_rate": learning_rate,
         "value_learning_rate": learning_rate,
-        "warmup_steps": warmup_steps("auto", advanced.optimizer.step_kl, total_steps),
+        "warmup_steps": warmup_steps("auto", advanced.optimizer.step_kl, total_steps - waits),
         "max_completion_tokens": max_completion_tokens,
         "overlong_buffer": max(1, round(0.2 * max_completion_tokens)),
         "chat_template": None,

@@ -121,7 +121,8 @@ def refuse_few_rows(number: int) -> None:
 
 
 def refuse_other_kinds(kinds: Collection[str], hyperparameters: Mapping[str, Any]) -> None:
-    """Raise BadFile if the two files have different kinds of rows, or labels that the loss does not read.
+    """Raise BadFile if the two files have different kinds of rows, labels that the loss does not read, or scores that
+    the step trust region does not.
 
     Args:
         kinds: of the rows of both files.
@@ -135,6 +136,12 @@ def refuse_other_kinds(kinds: Collection[str], hyperparameters: Mapping[str, Any
             "training_file",
             'Rows with one answer and its label need the loss kto: set advanced.loss to {"type": "kto"}, or give '
             "pairs.",
+        )
+    if found == ["scores"] and hyperparameters["advanced"]["optimizer"]["step_kl"]:
+        raise BadFile(
+            "training_file",
+            "A reward model of scores has no step trust region, because its predictions have no probabilities: leave "
+            "out advanced.optimizer.step_kl, or give pairs or steps.",
         )
 
 

@@ -290,8 +290,8 @@ def fail(session: Session, job: Job, *, code: str, message: str, param: str | No
     events.append(session, job.id, message, level="error")
 
 
-def release(session: Session, job: Job) -> None:
-    """The worker stopped at a checkpoint on request: counts as no failure.
+def release(session: Session, job: Job, *, is_rolled_back: bool = False) -> None:
+    """The worker stopped at a checkpoint on request, or after a rollback: counts as no failure.
 
     A pausing job becomes paused. Any other is queued again.
     """
@@ -299,7 +299,9 @@ def release(session: Session, job: Job) -> None:
     _end_attempt(session, job, "paused" if job.status == "paused" else "drained")
     message = {
         "paused": "Fine-tuning job paused",
-        "queued": "Fine-tuning job interrupted at a checkpoint, moving job to queued state",
+        "queued": "Fine-tuning job returned to an earlier checkpoint, moving job to queued state"
+        if is_rolled_back
+        else "Fine-tuning job interrupted at a checkpoint, moving job to queued state",
         "validating_files": "Validation interrupted, it will start over",
     }[job.status]
     events.append(session, job.id, message)

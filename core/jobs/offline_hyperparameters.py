@@ -57,6 +57,9 @@ class OfflineOptimizer(AnyOptimizer):
     """AdamW on the weights that are trained."""
 
     schedule: LearningRateSchedule = "linear"
+    # The step trust region, as in reinforcement; off, because no value of it is measured for these methods. A reward
+    # model of scores has none. 0: off.
+    step_kl: float = Field(default=0.0, ge=0, le=10)
     # With train 'full' not of norms and biases.
     weight_decay: float = Field(default=0.0, ge=0, le=1)
 
@@ -310,8 +313,7 @@ def resolve(
     base = base_learning_rate(method, parameters) * _or(requested.learning_rate_multiplier, 1.0)
     if advanced.train == "full":
         base *= FULL_LEARNING_RATE
-    # A reward model of scores predicts numbers of any scale, which have no nats.
-    step_kl = 0.0 if method == REWARD_MODEL and reward_kind == "scores" else optimizer.step_kl
+    step_kl = optimizer.step_kl
     return ResolvedOffline(
         batch_size=batch_size,
         learning_rate=_or(optimizer.learning_rate, base),

@@ -1173,14 +1173,18 @@ class StepMetrics(BaseModel):
     """Norm of the gradient before clipping."""
     learning_rate: float | None = None
     """Learning rate of the update: that of the schedule, or less after an update was undone."""
-    step_kl: float | None = None
-    """KL(before || after) per token of the update, on one micro-batch; the largest of several updates."""
+    update_kl: float | None = None
+    """KL(before || after) per token of the update, at answers to a few prompts; the largest of several
+    that were accepted. Of a reward model: per pair or step.
+    """
     update_retries: int | None = None
     """How often an update was undone, because it exceeded twice the target `step_kl`, and repeated with a
     lower rate.
     """
     rejected_updates: int | None = None
     """Updates that were still beyond twice the target after the last try, and changed nothing."""
+    unmeasured_updates: int | None = None
+    """Updates that were accepted without a KL, because memory ran out while it was measured."""
     logprob_gap: float | None = None
     """Mean |log p of the sampler - log p of the trainer| per token."""
     logprob_gap_max: float | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.database.tables import File
-from core.jobs.job_files import BadFile, count_rows
+from core.jobs.job_files import BadFile, count_rows, refuse_other_kinds
 from core.storage.store import FolderBlobs
 
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -32,6 +32,15 @@ def refusal_of(rows: list[dict[str, Any]], variant: str, folder: Path) -> str:
         count_rows(blobs, file, variant, "training_file")
     assert bad.value.code == "invalid_training_file"
     return bad.value.message
+
+
+def test_a_step_trust_region_of_a_reward_model_of_scores_is_refused_by_name() -> None:
+    guarded, plain = ({"advanced": {"optimizer": {"step_kl": target}}} for target in (0.05, 0.0))
+
+    with pytest.raises(BadFile, match=r"advanced\.optimizer\.step_kl"):
+        refuse_other_kinds(["scores"], guarded)
+    refuse_other_kinds(["scores"], plain)
+    refuse_other_kinds(["steps"], guarded)
 
 
 @pytest.mark.parametrize("variant", ["supervised", "distillation_logits"])

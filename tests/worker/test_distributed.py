@@ -17,7 +17,7 @@ from core.registry import BaseModelEntry
 from core.response_format import response_schema
 from graders.types import Grade
 from tests.fakes import learn
-from tests.present import untyped
+from tests.present import present, untyped
 from tests.tiny import WORDS, make_byte_model
 from tests.worker.process_group import followed
 from tests.worker.rounding import NATS, assert_same
@@ -244,6 +244,30 @@ def test_all_ranks_together_learn_what_one_process_does(
     if settings.loss == "ppo":
         together, alone = (one.loss.trainable[-2:] for one in (both.together, both.alone))
         assert relative_difference([*together], [*alone]) < 1e-4
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_ranks_undo_the_updates_that_one_process_undoes(
+    pair: Callable[..., Pair], tiny_model: Path, degree: int
+) -> None:
+    """All learned tokens are measured, by each rank those of its share."""
+    settings = like_the_policy({"loss": "dapo", "step_kl": 0.05, "updates_per_batch": 2})
+    both = pair(settings.model_copy(update={"learning_rate": 3.0}), tiny_model, degree=degree)
+    without_adam(both.alone, both.together)
+    retries = 0
+    for step in range(2):
+        answers = groups(step)[::2]
+        expected, metrics = (learn(one, answers) for one in (both.alone, both.together))
+        retries += present(expected.update_retries)
+
+        assert metrics.update_retries == expected.update_retries
+        assert metrics.rejected_updates == expected.rejected_updates
+        assert metrics.update_kl == pytest.approx(expected.update_kl, rel=0.01)
+        assert metrics.learning_rate == pytest.approx(expected.learning_rate, rel=0.01)
+
+    assert retries
+    assert both.movement() < 0.01
 
 
 @pytest.mark.parametrize("degree", [1, 2])

@@ -550,6 +550,29 @@ class TestPlan:
         with pytest.raises(DoesNotFit, match=r"m needs 1\.6 GiB of main memory .* and 1\.0 GiB are free"):
             sizing.plan("m", LARGE, work, replace(H100, main_memory=GIB))
 
+    def test_copies_for_updates_that_are_undone_are_counted(self) -> None:
+        """12 bytes a weight: float32, with two moments."""
+        cpu = Machine("cpu", 512 * GIB, "transformers")
+        for work, weights in ((WORK, self.ADAPTER), (replace(WORK, full=True), LARGE.parameters)):
+            undoes = replace(work, undoes=True)
+            plain, kept = (sizing.plan("m", LARGE, one, cpu).estimate for one in (work, undoes))
+
+            assert kept.total - plain.total >= 12 * weights
+            assert kept.adapter + kept.optimizer - plain.adapter - plain.optimizer == 12 * weights
+
+    def test_beside_gpus_copies_for_updates_are_in_main_memory(self) -> None:
+        work, gpu = replace(WORK, full=True, undoes=True), replace(H100, available=400 * GIB)
+
+        made = sizing.plan("m", LARGE, work, gpu)
+
+        assert made.estimate == sizing.plan("m", LARGE, replace(work, undoes=False), gpu).estimate
+        assert made.undo == 12 * LARGE.parameters
+        assert "Copies for updates that step_kl undoes take" in made.described(LARGE, work)
+        with pytest.raises(
+            DoesNotFit, match=r"to undo updates .* 8\.0 GiB are free. Set optimizer.step_kl to 0"
+        ):
+            sizing.plan("m", LARGE, work, replace(gpu, main_memory=8 * GIB))
+
 
 class TestRows:
     """With the transformers sampler in rows mode, each answer has a copy of its prompt in the cache."""

@@ -49,10 +49,10 @@ def test_the_recorded_run_that_collapsed_continues_from_the_start_at_a_third_of_
     assert found is not None
     assert step <= 8
     assert found.step == 0
-    assert found.learning_rate == pytest.approx(1e-4)
-    assert found.data["collapsed_at_step"] == step
+    assert found.learning_rates["learning_rate"] == pytest.approx(1e-4)
+    assert found.collapsed_at == step
     assert found.data["sampling_entropy"] < 0.01 < found.data["first_sampling_entropy"]
-    assert "(0.0003 -> 0.0001)" in found.message
+    assert found.evidence.startswith("Collapse: ")
 
 
 def test_it_continues_from_the_newest_checkpoint_without_evidence_of_damage() -> None:
@@ -118,6 +118,15 @@ def test_a_checkpoint_that_validation_has_shown_to_be_better_is_kept() -> None:
     assert present(decided(better, 6, saved=(1, 2))).step == 2
 
 
+def test_the_rate_of_the_values_is_lowered_too() -> None:
+    steps = History.of([StepMetrics.load(one) for one in COLLAPSED[: collapse() + 1]])
+    ppo = settings(advanced={"loss": {"type": "ppo"}})
+
+    rates = present(rollback(steps, tuple, ppo, Thresholds())).learning_rates
+
+    assert rates == {"learning_rate": pytest.approx(1e-4), "value_learning_rate": pytest.approx(1e-4)}
+
+
 def test_a_job_is_rolled_back_once_and_not_after_its_last_step() -> None:
     assert decided(COLLAPSED, collapse(), warned={RULE}) is None
     assert decided(COLLAPSED, settings().total_steps) is None
@@ -142,10 +151,11 @@ def test_the_next_attempt_continues_from_there_and_the_event_stays(bench: Bench)
     run.recorder.resolved(run.experience.settings)
     rate = run.experience.settings.learning_rate
 
-    assert asyncio.run(run.train()) is RunOutcome.INTERRUPTED
+    assert asyncio.run(run.train()) is RunOutcome.ROLLED_BACK
 
-    [event] = [one for one in bench.events("warn") if "third of the learning rate" in one]
+    [event] = [one for one in bench.events("warn") if "a third of the one before" in one]
     assert "continues from the checkpoint of step 2" in event
+    assert "Collapse: " in event
     assert [row.step for row in bench.checkpoints()] == [2]
     assert bench.job().resolved["learning_rate"] == pytest.approx(rate / 3)  # type: ignore[index]
 
@@ -167,6 +177,6 @@ def test_a_checkpoint_in_use_is_kept_and_the_job_goes_on(bench: Bench) -> None:
         name = session.query(TunedModel.name).scalar()
         session.add(ModelAlias(project_id=bench.project.id, name="live", model=name))
 
-    assert not run.checkpoints.roll_back(Rollback(0, 1e-5, "", {"rule": RULE}))
+    assert not run.checkpoints.roll_back(Rollback(0, 1, {"learning_rate": 1e-5}, "", {}))
 
     assert [row.step for row in bench.checkpoints()] == [1]

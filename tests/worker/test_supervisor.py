@@ -97,6 +97,20 @@ def test_a_drained_run_is_queued_again_at_no_cost(
     assert (job.status, job.failures) == ("queued", 0)
 
 
+def test_a_run_that_is_rolled_back_is_queued_again_at_no_cost_and_says_why(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
+    supervisor, _ = supervise("import sys; sys.exit(83)", StopsAfterOne)
+
+    supervisor.run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 0)
+    assert (
+        bench.events()[-1] == "Fine-tuning job returned to an earlier checkpoint, moving job to queued state"
+    )
+
+
 @pytest.fixture
 def kernel(tmp_path: Path) -> FakeKernel:
     return FakeKernel(tmp_path / "kernel")

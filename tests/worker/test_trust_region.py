@@ -1,8 +1,9 @@
 """The step trust region: what counts as too far, what is undone, and what a step of each method does."""
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.offline_hyperparameters import RewardHyperparameters
-from core.jobs.offline_hyperparameters import resolve as resolve_offline
 from core.step_metrics import StepMetrics
+from graders.types import Grade
 from tests.fakes import learn
 from tests.present import present
 from tests.worker.test_full import MakeFull, make_full, models  # noqa: F401  # fixtures
@@ -23,13 +23,17 @@ from tests.worker.test_offline_training import trainer as offline_trainer
 from tests.worker.test_reward_models import trainer as reward_trainer
 from tests.worker.test_training import asked
 from tests.worker.test_updates import MIXED, sampled
+from worker.history import History
 from worker.model.policy import Policy
-from worker.recording import alerts
+from worker.recording import alerts, divergence
+from worker.refusals import TrainingDiverged
 from worker.training import grpo, trust_region
+from worker.training.loss import KlSum, beginning, learned_tokens, spread
 from worker.training.optimizer import AdapterOptimizer
 from worker.training.top_kl import kl_from_top, top_tokens
 from worker.training.trainer import PeftTrainer
 from worker.training.trust_region import StepTaken, TrustRegion
+from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 # Logits of three tokens before and after an update, and the tokens that were drawn before it.
 BEFORE = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).log_softmax(-1)
@@ -120,6 +124,42 @@ class TestFormulas:
         assert trust_region.factor(kl, 0.05) == pytest.approx(factor)
 
 
+class TestWhereItIsMeasured:
+    def answer(self, tokens: int, **fields: Any) -> TrainingSequence:
+        ids = tuple(range(tokens))
+        return TrainingSequence(ids, (0.0,) * tokens, (0.0,) * tokens, 1.0, **fields)
+
+    def test_the_first_learned_tokens_of_the_answers_to_a_prompt(self) -> None:
+        short, long = self.answer(3), self.answer(100)
+
+        part = beginning(Pack((1,) * 600, (short, long, long)), 10)
+
+        assert [len(one.output_ids_T) for one in part.sequences] == [3, 7]
+        assert (len(part.prompt_ids), learned_tokens(part)) == (600, 10)
+
+    def test_tokens_that_are_not_learned_do_not_count(self) -> None:
+        learned_T = (False, False, True, False, True, True)
+
+        [one] = beginning(Pack((1,), (self.answer(6, learned_T=learned_T),)), 2).sequences
+        [forced] = beginning(Pack((1,), (self.answer(9, grammar_start=5, forced=3),)), 4).sequences
+        [before] = beginning(Pack((1,), (self.answer(9, grammar_start=5, forced=3),)), 1).sequences
+
+        assert (one.learned_T, one.trained_tokens) == (learned_T[:5], 2)
+        assert (len(forced.output_ids_T), forced.forced, forced.trained_tokens) == (7, 3, 4)
+        assert (len(before.output_ids_T), before.forced, before.trained_tokens) == (1, 0, 1)
+
+    def test_four_prompts_in_equal_distances_and_parts_of_one_where_there_are_fewer(self) -> None:
+        packs = [Pack((prompt,), ()) for prompt in range(8)]
+        parts = [Pack((0,), ()), Pack((0,), (self.answer(1),)), Pack((1,), ())]
+
+        assert [pack.prompt_ids for pack in spread(packs, lambda pack: pack)] == [(0,), (2,), (4,), (6,)]
+        assert [pack.prompt_ids for pack in spread(parts, lambda pack: pack)] == [(0,), (1,), (0,)]
+
+    def test_the_mean_over_ranks_is_that_of_their_positions(self) -> None:
+        assert KlSum.mean([KlSum(1.0, 10), KlSum(0.5, 5), KlSum()]) == pytest.approx(0.1)
+        assert KlSum.mean([KlSum()]) is None
+
+
 class TestBacktracking:
     def test_a_step_within_twice_the_target_is_taken_as_it_is(self) -> None:
         region, state = TrustRegion(0.05), ToyState(lambda rate: 0.1 * rate**2)
@@ -164,6 +204,25 @@ class TestBacktracking:
         assert state.position == 0.0
         assert (taken.retries, taken.is_rejected, taken.norm) == (3, True, 1.0)
         assert region.rate == trust_region.LEAST_RATE
+
+    def test_a_step_that_cannot_be_measured_is_accepted_and_says_so(self) -> None:
+        region, state = TrustRegion(0.05), ToyState(lambda rate: 0.0)
+        region.rate = 0.5
+
+        taken = region.step(state, 1.0, 0, lambda: None)
+
+        assert taken == StepTaken(1.0, 0.05, None, is_unmeasured=True)
+        assert region.rate == 0.5
+        assert trust_region.step_metrics([taken])["unmeasured_updates"] == 1
+
+    def test_the_metric_is_the_largest_kl_of_the_accepted_updates_in_any_order(self) -> None:
+        taken = [
+            StepTaken(1.0, 0.1, 0.02),
+            StepTaken(1.0, 0.1, None, 3, is_rejected=True),
+            StepTaken(1.0, 0.1, 0.01),
+        ]
+
+        assert {trust_region.step_metrics(each)["update_kl"] for each in (taken, taken[::-1])} == {0.02}
 
     def test_a_target_of_0_measures_nothing(self) -> None:
         region, state = TrustRegion(0.0), ToyState(lambda rate: pytest.fail("measured"))
@@ -219,20 +278,25 @@ class TestUndo:
         assert optimizer.trained[0].grad is not None
 
     @pytest.mark.parametrize("steps", [0, 2])
-    def test_all_weights_of_a_model_return_up_to_rounding(self, make_full: MakeFull, steps: int) -> None:  # noqa: F811
+    def test_all_weights_of_a_model_return_bit_for_bit_from_a_gradient_of_any_scale(
+        self,
+        make_full: MakeFull,  # noqa: F811
+        steps: int,
+    ) -> None:
         optimizer = optimizer_with_gradient(make_full(), steps, weight_decay=0.1)
         weights, state = state_of(optimizer)
+        for weight, scale in zip(optimizer.trained, itertools.cycle((1e4, 1.0, 1e-4, 1e8))):
+            present(weight.grad).mul_(scale)
 
         optimizer.keep()
         optimizer.descend(steps, 1.0)
         optimizer.restore()
 
         after, after_state = state_of(optimizer)
-        assert all(torch.allclose(one, before, atol=1e-7) for one, before in zip(after, weights, strict=True))
+        assert all(torch.equal(one, before) for one, before in zip(after, weights, strict=True))
         assert after_state.keys() == state.keys()
         for number, moments in state.items():
-            for name, one in moments.items():
-                assert torch.allclose(after_state[number][name], one, rtol=1e-5, atol=1e-7)
+            assert all(torch.equal(after_state[number][name], one) for name, one in moments.items())
 
 
 class TestSampledAnswers:
@@ -240,15 +304,16 @@ class TestSampledAnswers:
         self, make_policy: Callable[..., Policy]
     ) -> None:
         policy = make_policy(moved=True)
-        settings = asked({"step_kl": 0.05, "learning_rate": 1.0, "warmup_steps": 0})
+        settings = asked({"step_kl": 0.05, "learning_rate": 0.1, "warmup_steps": 0})
         one = PeftTrainer(policy, settings, token_budget=4096)
 
         steps = [learn(one, sampled(policy, MIXED)) for _ in range(3)]
 
         assert present(steps[0].update_retries) >= 1
         for metrics in steps:
-            assert metrics.rejected_updates or present(metrics.step_kl) <= 0.1
-            assert present(metrics.learning_rate) < 0.5
+            assert metrics.rejected_updates == 0
+            assert present(metrics.update_kl) <= 0.1
+            assert present(metrics.learning_rate) < 0.1
 
     def test_the_measured_kl_is_that_of_plain_log_probabilities(
         self, make_policy: Callable[..., Policy]
@@ -272,7 +337,33 @@ class TestSampledAnswers:
         metrics = learn(one, groups)
 
         expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=0.05)
+        assert metrics.update_kl == pytest.approx(expected, rel=1e-3)
+
+    def test_long_prompts_are_measured_too_and_not_one_of_them_alone(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        """Four prompts of eight, in equal distances, with two answers of a token to each."""
+        policy = make_policy(moved=True)
+        prompts = [[1 + (line + place) % 50 for place in range(300)] for line in range(8)]
+        groups = [
+            Group(
+                Prompt(line, tuple(ids), {}),
+                tuple(Rollout((token,), (-1.0,), "", "stop") for token in (7 + line, 30 + line)),
+                (Grade(1.0), Grade(0.0)),
+            )
+            for line, ids in enumerate(prompts)
+        ]
+        one = PeftTrainer(policy, asked({"step_kl": 10.0}), token_budget=700)
+
+        def logprobs() -> Tensor:
+            with torch.no_grad():
+                return policy.model(torch.tensor(prompts[::2])).logits[:, -1].double().log_softmax(-1)
+
+        before = logprobs()
+        metrics = learn(one, groups)
+
+        expected = (before.exp() * (before - logprobs())).sum(-1).mean().item()
+        assert metrics.update_kl == pytest.approx(expected, rel=0.01)
 
     @pytest.mark.parametrize("options", [{"updates_per_batch": 2}, {"mini_batches": 2}, {"loss": "ppo"}])
     def test_each_update_of_a_step_is_measured(
@@ -283,7 +374,7 @@ class TestSampledAnswers:
 
         metrics = learn(one, sampled(policy, MIXED))
 
-        assert 0 < present(metrics.step_kl) <= 0.1
+        assert 0 < present(metrics.update_kl) <= 0.1
 
     def test_a_resumed_job_takes_the_same_steps(
         self, make_policy: Callable[..., Policy], tmp_path: Path
@@ -299,7 +390,7 @@ class TestSampledAnswers:
         expected, metrics = (learn(one, groups) for one in (whole, resumed))
 
         assert whole.trust.rate == resumed.trust.rate < 1.0
-        assert (metrics.learning_rate, metrics.step_kl) == (expected.learning_rate, expected.step_kl)
+        assert (metrics.learning_rate, metrics.update_kl) == (expected.learning_rate, expected.update_kl)
         for mine, own in zip(*(policy.trainable for policy in policies), strict=True):
             assert torch.equal(mine, own)
 
@@ -308,7 +399,7 @@ class TestSampledAnswers:
 
         metrics = learn(PeftTrainer(policy, asked({}), token_budget=4096), sampled(policy, MIXED))
 
-        assert (metrics.step_kl, metrics.update_retries, metrics.learning_rate) == (None, 0, 0.01)
+        assert (metrics.update_kl, metrics.update_retries, metrics.learning_rate) == (None, 0, 0.01)
 
 
 class TestGivenAnswers:
@@ -328,21 +419,22 @@ class TestGivenAnswers:
         options: dict[str, Any],
     ) -> None:
         settings = offline_settings(method, **options).model_copy(
-            update={"learning_rate": 1.0, "warmup_steps": 0}
+            update={"learning_rate": 0.1, "step_kl": 0.05}
         )
         one = offline_trainer(make_policy(moved=True), settings)
 
         metrics = one.step(rows())
 
-        assert settings.step_kl == 0.05
         assert present(metrics.update_retries) >= 1
-        assert metrics.rejected_updates or 0 < present(metrics.step_kl) <= 0.1
+        assert 0 < present(metrics.update_kl) <= 0.1
 
     def test_a_reward_model_is_measured_by_the_probability_that_the_preferred_answer_wins(
         self, make_policy: Callable[..., Policy]
     ) -> None:
-        one = reward_trainer(make_policy(moved=True))
-        rows = one.measured
+        one = reward_trainer(
+            make_policy(moved=True), advanced={"optimizer": {"step_kl": 1.0, "warmup_steps": 0}}
+        )
+        rows = one.measured[:4]
 
         before = one.rewards(rows)
         metrics = one.step(rows)
@@ -350,26 +442,25 @@ class TestGivenAnswers:
         after = one.rewards(rows)
         p, q = ((both[0::2] - both[1::2]).double().sigmoid() for both in (before, after))
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean().item()
-        assert metrics.step_kl == pytest.approx(expected, rel=1e-2)
+        assert metrics.update_kl == pytest.approx(expected, rel=1e-2)
 
-    def test_a_reward_model_of_scores_has_none(self) -> None:
-        chosen = RewardHyperparameters()
-
-        resolved = resolve_offline("reward_model", chosen, rows=9, parameters=1000, reward_kind="scores")
+    @pytest.mark.parametrize("method", ["supervised", "dpo", "logits"])
+    def test_it_is_off_by_default_and_then_there_is_no_warm_up(self, method: str) -> None:
+        resolved = offline_settings(method)
 
         assert (resolved.step_kl, resolved.warmup_steps) == (0.0, 0)
 
 
 def test_all_weights_are_guarded_too(make_full: MakeFull) -> None:  # noqa: F811
     settings = offline_settings(advanced={"train": "full"}).model_copy(
-        update={"learning_rate": 0.1, "warmup_steps": 0}
+        update={"learning_rate": 0.1, "step_kl": 0.05}
     )
     one = offline_trainer(make_full(), settings)
 
     metrics = one.step(conversations())
 
     assert present(metrics.update_retries) >= 1
-    assert metrics.rejected_updates or present(metrics.step_kl) <= 0.1
+    assert present(metrics.update_kl) <= 0.1
 
 
 @pytest.mark.parametrize(
@@ -390,6 +481,23 @@ def test_the_automatic_warm_up_has_three_steps(
     assert resolve(chosen, rows=rows, parameters=1, context=128).warmup_steps == warmup_steps
 
 
+def test_the_warm_up_of_the_policy_fits_into_its_steps_after_those_of_the_values() -> None:
+    advanced = {"loss": {"type": "ppo", "value_warmup_steps": 3}}
+    chosen = Hyperparameters.model_validate({"n_epochs": 1, "batch_size": 1, "advanced": advanced})
+
+    assert resolve(chosen, rows=5, parameters=1, context=128).warmup_steps == 1
+
+
+def test_an_update_that_is_rejected_does_not_move_the_values(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(moved=True)
+    one = PeftTrainer(policy, asked({"loss": "ppo", "step_kl": 1e-12}), token_budget=4096)
+
+    metrics = learn(one, sampled(policy, MIXED))
+
+    assert (metrics.rejected_updates, metrics.update_kl) == (1, None)
+    assert not any(weight.any() for weight in one.loss.trainable[-2:])
+
+
 class Heard:
     """A recorder that keeps the messages."""
 
@@ -403,20 +511,50 @@ class Heard:
         self.said.append(("warn", message, data))
 
 
-def heard(retries: Sequence[int]) -> list[tuple[str, int]]:
-    """The level and step of each event of a job whose steps have so many retries."""
-    recorder, steps = Heard(), []
-    for number, count in enumerate(retries, start=1):
-        steps.append(
-            StepMetrics(
-                step=number, step_kl=0.07, learning_rate=1e-4, update_retries=count, rejected_updates=0
-            )
-        )
-        alerts.report_retries(steps, recorder, 0.05)  # type: ignore[arg-type]
-    return [(level, data["step"]) for level, _, data in recorder.said]
+def heard(
+    steps: Iterable[dict[str, Any]], warned: Collection[str] = ()
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """The level, message and data of each event of a job with such steps."""
+    recorder, history = Heard(), History.of([], warned=warned)
+    for number, fields in enumerate(steps, start=1):
+        history.add(StepMetrics.load({"step": number, "update_kl": 0.07, "learning_rate": 1e-4} | fields))
+        alerts.report_updates(history, recorder, 0.05)  # type: ignore[arg-type]
+    return recorder.said
 
 
-def test_the_first_update_that_was_undone_is_an_event_and_most_of_five_steps_are_a_warning() -> None:
-    assert heard([0, 1, 0, 0, 1, 0, 0, 0, 1]) == [("info", 2)]
-    assert heard([0, 1, 0, 1, 1, 1, 1, 0]) == [("info", 2), ("warn", 5)]
-    assert heard([0, 0, 0]) == []
+def undone(*retries: int, warned: Collection[str] = ()) -> list[tuple[str, int]]:
+    events = heard([{"update_retries": count} for count in retries], warned)
+    return [(level, data["step"]) for level, _, data in events]
+
+
+def test_the_first_update_that_was_undone_is_an_event_and_most_of_five_steps_are_one_warning() -> None:
+    assert undone(0, 1, 0, 0, 1, 0, 0, 0, 1) == [("info", 2)]
+    assert undone(0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1) == [("info", 2), ("warn", 5)]
+    assert undone(1, 1, 1, 1, 1) == [("info", 1), ("warn", 5)]
+    assert undone(1, 1, 1, 1, 1, warned={alerts.RETRIES}) == [("info", 1)]
+    assert undone(0, 0, 0) == []
+
+
+def test_the_event_of_an_update_that_was_skipped_has_no_kl() -> None:
+    [(_, message, data)] = heard([{"update_kl": None, "update_retries": 3, "rejected_updates": 1}])
+
+    assert "skipped after the last try" in message
+    assert data["update_kl"] is None
+
+
+def test_an_update_that_could_not_be_measured_is_an_event_once() -> None:
+    events = heard([{"update_kl": None, "unmeasured_updates": 1}] * 2)
+
+    assert [message for _, message, _ in events] == [
+        "Memory ran out while an update was measured: it was accepted, and its KL is not known."
+    ]
+
+
+def test_a_job_fails_after_three_steps_in_a_row_whose_updates_are_all_rejected() -> None:
+    rejected = {"update_kl": None, "update_retries": 3, "rejected_updates": 1}
+    fields = [rejected, rejected, rejected | {"update_kl": 0.01}, rejected, rejected, rejected]
+    steps = [StepMetrics.load({"step": number} | each) for number, each in enumerate(fields, start=1)]
+
+    divergence.check_updates(steps[:5], 10)
+    with pytest.raises(TrainingDiverged, match="In 3 steps in a row every update"):
+        divergence.check_updates(steps, 10)

@@ -121,6 +121,7 @@ def job_problem(
         eval_samples=resolved.eval_samples,
         off_policy_steps=resolved.off_policy_steps,
         has_values=resolved.has_values,
+        undoes=resolved.step_kl > 0,
         limit=entry.context,
     )
     takes_turns = not (resolved.overlap or resolved.off_policy_steps)

@@ -184,6 +184,7 @@ class Workload:
     references: int = 0  # copies of all weights that it is compared with, if all are trained
     adapter_copies: int = 0  # in main memory, in float32
     has_values: bool = False  # a value head learns, too (PPO)
+    undoes: bool = False  # updates may be undone, so what they change is copied to main memory
     learned: int = 0  # tokens of a step that the trainer computes, at most; 0: unknown
     answers: int = 0  # in flight, at most; 0: unknown
     limit: int = 0  # the model's context; 0: unknown
@@ -218,6 +219,7 @@ def workload(
     references: int = 0,
     off_policy_steps: int = 0,
     has_values: bool = False,
+    undoes: bool = False,
     limit: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
@@ -240,6 +242,7 @@ def workload(
         references,
         adapter_copies(off_policy_steps),
         has_values,
+        undoes,
         learned=training,
         answers=max(batch * group, valid_rows * eval_samples),
         limit=limit,
@@ -478,6 +481,15 @@ def optimizer_bytes(shape: Shape, ranks: int, degree: int = 1) -> int:
     )
 
 
+def undo_bytes(shape: Shape, work: Workload, machine: Machine) -> int:
+    """Of the weights and moments of before an update, in float32, in main memory (worker/training/undo.py)."""
+    if not work.undoes:
+        return 0
+    if not work.full:
+        return 3 * 4 * adapter_parameters(shape, work.rank, work.targets)
+    return 3 * 4 * (shape.inside_parameters + machine.degree * shape.end_parameters)
+
+
 def reference_bytes(shape: Shape, degree: int) -> int:
     """Of a copy of all weights. While a sharded model computes as its reference, its own parts are beside it."""
     if degree == 1:
@@ -499,12 +511,14 @@ def estimate(
     references: int = 0,
     adapter_copies: int = 0,
     has_values: bool = False,
+    undo: int = 0,
     engine: EngineSizes | None = None,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full`, `references`, `adapter_copies` and `has_values` as in Workload; `engine` as in MemoryPlan.
+    at a time. `full`, `references`, `adapter_copies` and `has_values` as in Workload; `engine` as in MemoryPlan; `undo`:
+    `undo_bytes` on a CPU.
     """
     if full:
         rank = 0
@@ -535,7 +549,8 @@ def estimate(
         # Weight, gradient and two moments, in float32; on a CPU the copies too.
         adapter=adapter_parameters(shape, rank, targets)
         * 4
-        * (4 + (adapter_copies if machine.device == "cpu" else 0)),
+        * (4 + (adapter_copies if machine.device == "cpu" else 0))
+        + (0 if full else undo),
         activations=token_budget * (kept + ends + gradients) + (padding if machine.device == "cuda" else 0),
         attention=masks,
         head=_head_bytes(shape, machine.device, full=full),
@@ -546,7 +561,7 @@ def estimate(
         tensor_parallel=machine.tensor_parallel,
         shard=shard,
         degree=machine.degree,
-        optimizer=optimizer_bytes(shape, machine.ranks, machine.degree) if full else 0,
+        optimizer=optimizer_bytes(shape, machine.ranks, machine.degree) + undo if full else 0,
         reference=references * reference_bytes(shape, machine.degree),
         sleeps=machine.sleeps,
     )
@@ -664,6 +679,7 @@ class MemoryPlan:
     checkpointed: bool  # activations are computed twice
     estimate: Estimate
     main_memory: int = 0  # bytes beside the GPUs, for weights of engines that sleep, or for adapters
+    undo: int = 0  # bytes beside the GPUs, for updates that are undone
     saved_seconds: float | None = None  # of each step, by sleep; None: without sleep the job does not fit
     engine: EngineSizes | None = None  # of each of the job's engines; None: it has none
 
@@ -682,14 +698,14 @@ class MemoryPlan:
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
         if not self.cache_bytes:  # a fleet samples, or nothing is sampled
-            return f"{batches}. {self.copies_sentence}Memory: {self.estimate}."
+            return f"{batches}. {self.copies_sentence}{self.undo_sentence}Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0
         each = shape.own_token_bytes if is_trainers else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
         return (
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
-            f"{self.sleep_sentence}{self.copies_sentence}Memory: {self.estimate}."
+            f"{self.sleep_sentence}{self.copies_sentence}{self.undo_sentence}Memory: {self.estimate}."
         )
 
     @property
@@ -711,6 +727,13 @@ class MemoryPlan:
         if self.sleeps or not self.main_memory:
             return ""
         return f"Adapters of earlier policies take {self.main_memory / GIB:.1f} GiB of main memory. "
+
+    @property
+    def undo_sentence(self) -> str:
+        """Empty unless copies for `step_kl` take GiB of main memory beside GPUs."""
+        if self.undo < GIB:
+            return ""
+        return f"Copies for updates that step_kl undoes take {self.undo / GIB:.1f} GiB of main memory. "
 
 
 def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus: int) -> MemoryPlan:
@@ -822,6 +845,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
                 choice.checkpointed,
                 choice.estimate(shape, work, machine),
                 _beside_gpus(name, shape, work, machine),
+                undo_bytes(shape, work, machine) if machine.device == "cuda" else 0,
                 engine=choice.engine,
             )
     raise _does_not_fit(name, work, machine, choices[-1].estimate(shape, work, machine))
@@ -845,6 +869,7 @@ class _Choice:
             references=work.references,
             adapter_copies=work.adapter_copies,
             has_values=work.has_values,
+            undo=undo_bytes(shape, work, machine) if machine.device == "cpu" else 0,
             token_budget=self.token_budget,
             cache=self.cache_bytes,
             checkpointed=self.checkpointed,
@@ -913,7 +938,14 @@ def _beside_gpus(name: str, shape: Shape, work: Workload, machine: Machine) -> i
     if machine.device != "cuda":
         return 0
     needed_by = _for_sleep if machine.sleeps else _for_copies
-    return needed_by(name, shape, work, machine)
+    needed, undo = needed_by(name, shape, work, machine), undo_bytes(shape, work, machine)
+    if machine.main_memory is not None and undo and needed + undo > machine.main_memory:
+        raise DoesNotFit(
+            f"{name} needs {undo / GIB:.1f} GiB of main memory to undo updates that go too far, and "
+            f"{max(0, machine.main_memory - needed) / GIB:.1f} GiB are free. Set optimizer.step_kl to 0, or have the "
+            "operator give the worker more main memory."
+        )
+    return needed
 
 
 def _does_not_fit(name: str, work: Workload, machine: Machine, needed: Estimate) -> DoesNotFit:

@@ -14,14 +14,14 @@ from worker.interfaces import Checkpoints, Recorder, StepDetails
 from worker.offline.rows import TokenizedRow
 from worker.offline.stream import RowStream, packs_of, sample
 from worker.progress import PROGRESS
-from worker.recording import alerts, delivery, divergence, stopping
+from worker.recording import alerts, delivery, divergence
 from worker.recording.metrics import usage_by_model
 from worker.training.offline import OfflineMetrics, OfflineTrainer
 from worker.types import Pack, Rollback, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.
 INTERVALS = 20
-STEP_METRICS = ("learning_rate", "step_kl", "update_retries", "rejected_updates")
+STEP_METRICS = ("learning_rate", "update_kl", "update_retries", "rejected_updates", "unmeasured_updates")
 
 
 @dataclass
@@ -131,10 +131,10 @@ class RowExperience:
         validated: Mapping[str, OfflineMetrics] | None,
     ) -> None:
         alerts.report_skipped_update(history.steps, recorder)
-        alerts.report_retries(history.steps, recorder, self.settings.step_kl)
+        alerts.report_updates(history, recorder, self.settings.step_kl)
         for one in (validated or {}).values():
             divergence.check_loss(one.loss)
-        divergence.check_updates(stopping.skipped_updates(history.steps), self.settings.total_steps)
+        divergence.check_updates(history.steps, self.settings.total_steps)
 
     async def conclude(self, history: History, recorder: Recorder, checkpoints: Checkpoints) -> int:
         """The last checkpoint is the model, as at OpenAI."""

@@ -82,6 +82,7 @@ def workload_of(settings: ResolvedOffline, rows: Sequence[TokenizedRow]) -> Work
         group=1,
         valid_rows=0,
         eval_samples=1,
+        undoes=settings.step_kl > 0,
     )
 
 

@@ -91,6 +91,7 @@ def prepare_task(
         eval_samples=resolved.eval_samples,
         off_policy_steps=resolved.off_policy_steps,
         has_values=resolved.has_values,
+        undoes=resolved.step_kl > 0,
         limit=base.entry.context,
     )
     try:

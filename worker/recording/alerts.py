@@ -52,7 +52,7 @@ def report(
             message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
             raise UserMistake("grader_failed", message, GRADER_PARAM)
     report_skipped_update(history.steps, recorder)
-    report_retries(history.steps, recorder, settings.step_kl)
+    report_updates(history, recorder, settings.step_kl)
     if (
         settings.has_token_rewards
         and grpo.signal([r for group in groups_P for r in training_rewards(group, settings)]) == "mixed"
@@ -74,39 +74,59 @@ def report_skipped_update(steps: Steps, recorder: Recorder) -> None:
         recorder.warn(SKIPPED, {"step": steps[-1].step})
 
 
+RETRIES = "update_retries"  # the rule of the warning
 # Of the last steps: with retries in more than half of them, the learning rate is too high for the job.
 RETRY_WINDOW = 5
 
 
-def report_retries(steps: Steps, recorder: Recorder, target: float) -> None:
-    """Report the first update of the job that the step trust region has undone, and when most steps have one.
+def report_updates(history: History, recorder: Recorder, target: float) -> None:
+    """Report the first update of the job that the step trust region has undone and the first that it could not measure,
+    and, once, that most of the last steps have one that was undone.
 
     Args:
         target: `step_kl`.
     """
-    now, retried = steps[-1], [bool(step.update_retries) for step in steps]
-    if not retried[-1]:
-        return
-    kl = "a KL that is not a number" if now.step_kl is None else f"{now.step_kl:.3g} nats a token"
-    data = {"step": now.step, "step_kl": now.step_kl, "target": target, "learning_rate": now.learning_rate}
-    if sum(retried) == 1:
-        kept = f"was skipped: the last try still moved the policy by {kl}"
-        if not now.rejected_updates:
-            kept = (
-                f"was repeated with the learning rate {now.learning_rate:.3g}, and moved the policy by {kl}"
-            )
+    now, earlier = history.steps[-1], history.steps[:-1]
+    if now.unmeasured_updates and not any(step.unmeasured_updates for step in earlier):
         recorder.inform(
-            f"An update moved the policy by more than twice step_kl ({target:g} nats a token). It was undone and "
-            f"{kept}. The rate returns to its schedule by a quarter a step.",
-            {**data, "retries": now.update_retries},
+            "Memory ran out while an update was measured: it was accepted, and its KL is not known.",
+            {"step": now.step, "unmeasured_updates": now.unmeasured_updates},
         )
-    recent = retried[-RETRY_WINDOW:]
-    if sum(recent) == RETRY_WINDOW // 2 + 1 and sum(retried[-RETRY_WINDOW - 1 : -1]) <= RETRY_WINDOW // 2:
+    if not now.update_retries:
+        return
+    if not any(step.update_retries for step in earlier):
+        _report_undone(now, recorder, target)
+    undone = sum(bool(step.update_retries) for step in history.steps[-RETRY_WINDOW:])
+    if undone > RETRY_WINDOW // 2 and len(history.steps) >= RETRY_WINDOW and RETRIES not in history.warned:
+        history.warned.add(RETRIES)
         recorder.warn(
-            f"In {sum(recent)} of the last {len(recent)} steps an update was undone because it moved the policy too "
-            "far. Lower the learning rate.",
-            {**data, "steps": sum(recent)},
+            f"In {undone} of the last {RETRY_WINDOW} steps an update was undone because it moved the policy too far. "
+            "Lower the learning rate.",
+            {
+                "rule": RETRIES,
+                "step": now.step,
+                "steps": undone,
+                "target": target,
+                "learning_rate": now.learning_rate,
+            },
         )
+
+
+def _report_undone(now: StepMetrics, recorder: Recorder, target: float) -> None:
+    outcome = "skipped after the last try"
+    if now.update_kl is not None:
+        outcome = f"repeated with the learning rate {now.learning_rate:.3g}: {now.update_kl:.3g} nats a token"
+    recorder.inform(
+        f"An update moved the policy by more than twice step_kl ({target:g} nats a token). It was undone and "
+        f"{outcome}. The rate returns to its schedule by a quarter a step.",
+        {
+            "step": now.step,
+            "update_kl": now.update_kl,
+            "target": target,
+            "learning_rate": now.learning_rate,
+            "retries": now.update_retries,
+        },
+    )
 
 
 # The ends of tracebacks that no answer and no busy machine can cause. A KeyError can come from an answer's JSON.

@@ -29,13 +29,15 @@ from core.storage.manifests import EARLIER, MANIFEST, Damaged
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
 from worker.interfaces import Savable
+from worker.recording.rollback import RULE
 from worker.refusals import refusing_too_large
 from worker.types import Rollback
 
 log = logging.getLogger(__name__)
 
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
-# checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
+# checkpoint, and only after a release that reads both: both versions run side by side during a rollout. Older versions
+# ignore `step_rate` of trainer.pt, and begin with the rate of the schedule.
 FORMAT = 1
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
@@ -207,8 +209,26 @@ class JobCheckpoints:
             tuned_models.delete_names_of(session, checkpoint.id)
             pages.delete_row(session, checkpoint, owner=checkpoint.job_id)
         # An attempt trains with what the first one has resolved.
-        job.resolved = {**(job.resolved or {}), "learning_rate": rollback.learning_rate}
-        events.append(session, job.id, rollback.message, level="warn", data=dict(rollback.data))
+        job.resolved = {**(job.resolved or {}), **rollback.learning_rates}
+        learning_rate, numbers = rollback.learning_rates["learning_rate"], rollback.data
+        target = f"checkpoint of step {rollback.step}, the last healthy one" if rollback.step else "start"
+        events.append(
+            session,
+            job.id,
+            f"The job continues from the {target}, with the learning rate {learning_rate:.3g}, a third of the one "
+            f"before. {rollback.evidence}",
+            level="warn",
+            data={
+                "rule": RULE,
+                "collapsed_at_step": rollback.collapsed_at,
+                "continues_from_step": rollback.step,
+                "learning_rate": learning_rate,
+                "train_mean_reward": numbers["train_mean_reward"],
+                "first_train_mean_reward": numbers["first_train_mean_reward"],
+                "sampling_entropy": numbers.get("sampling_entropy"),
+                "first_sampling_entropy": numbers.get("first_sampling_entropy"),
+            },
+        )
         return True
 
     @property

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterable
 
+from worker.history import Steps
+from worker.recording import stopping
 from worker.refusals import TrainingDiverged
 from worker.types import Rollout
 
-# Consecutive updates without a finite gradient after which the job fails. A single one may be due to its batch.
+# Consecutive steps without an update, for one reason, after which the job fails. A single one may be due to its batch.
 MAX_SKIPPED = 3
 
 _ADVICE = (
@@ -15,13 +17,20 @@ _ADVICE = (
 )
 
 
-def check_updates(skipped: int, total_steps: int) -> None:
-    """Check the number of consecutive updates, up to the newest, that were skipped for a gradient that is not finite.
+def check_updates(steps: Steps, total_steps: int) -> None:
+    """Check that the newest steps have not all left the weights as they were.
 
     Raises:
-        TrainingDiverged: there are MAX_SKIPPED, or all of a shorter job.
+        TrainingDiverged: MAX_SKIPPED in a row, or all of a shorter job, had a gradient that is not finite, or updates
+            that the step trust region has rejected.
     """
-    if skipped >= min(MAX_SKIPPED, total_steps):
+    most = min(MAX_SKIPPED, total_steps)
+    if (rejected := stopping.rejected_updates(steps)) >= most:
+        raise TrainingDiverged(
+            f"In {rejected} steps in a row every update moved the policy by more than twice step_kl at each of its "
+            f"rates, so the weights did not change. {_ADVICE}"
+        )
+    if (skipped := stopping.skipped_updates(steps)) >= most:
         raise TrainingDiverged(
             f"In {skipped} steps in a row the gradient was not finite, so the weights did not change. {_ADVICE}"
         )

@@ -35,21 +35,13 @@ def rollback(
         return None
     healthy = (step for step in sorted(saved(), reverse=True) if step < now)
     target = next((step for step in healthy if _is_healthy(steps, step, thresholds)), 0)
-    learning_rate = settings.learning_rate * RATE
-    where = f"the checkpoint of step {target}, the last healthy one," if target else "the start"
-    numbers = found["collapse"]
-    message = (
-        f"The job continues from {where} with a third of the learning rate ({settings.learning_rate:.3g} -> "
-        f"{learning_rate:.3g}). {numbers.message.removesuffix(' Lower the learning rate.')}"
+    learning_rates = {"learning_rate": settings.learning_rate * RATE}
+    if settings.value_learning_rate is not None:
+        learning_rates["value_learning_rate"] = settings.value_learning_rate * RATE
+    collapse = found["collapse"]
+    return Rollback(
+        target, now, learning_rates, collapse.message.removesuffix(" Lower the learning rate."), collapse.data
     )
-    data = {
-        "rule": RULE,
-        "collapsed_at_step": now,
-        "continues_from_step": target,
-        "learning_rate": learning_rate,
-        **{name: value for name, value in numbers.data.items() if name != "threshold"},
-    }
-    return Rollback(target, learning_rate, message, data)
 
 
 def _is_healthy(steps: Steps, step: int, thresholds: Thresholds) -> bool:

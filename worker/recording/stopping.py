@@ -23,6 +23,13 @@ def skipped_updates(steps: Steps) -> int:
     return in_a_row(steps, lambda one: one.skipped_updates == 1)
 
 
+def rejected_updates(steps: Steps) -> int:
+    """Return the number of consecutive last steps all of whose updates the step trust region has rejected."""
+    return in_a_row(
+        steps, lambda one: bool(one.rejected_updates) and one.update_kl is None and not one.unmeasured_updates
+    )
+
+
 def reason_to_stop(steps: Steps, settings: Resolved) -> Stop | None:
     """Return the first reason to stop after the last of `steps`, or None. A bound of 0 is off."""
     checks: list[tuple[Callable[[Steps, Any], Stop | None], float]] = [

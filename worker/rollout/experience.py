@@ -354,7 +354,7 @@ class RolloutExperience:
             alerts.report_ratio(self.ratio, data, clock.seconds["training"], recorder)
             groups_P = [*learned.groups_P, *learned.resampled_P, *groups_P]
         divergence.check_answers(rollout for group in groups_P for rollout in group.rollouts_G)
-        divergence.check_updates(stopping.skipped_updates(history.steps), self.settings.total_steps)
+        divergence.check_updates(history.steps, self.settings.total_steps)
 
     async def conclude(self, history: History, recorder: Recorder, checkpoints: Checkpoints) -> int:
         best = delivery.best_checkpoint(checkpoints, recorder, history, self.settings, self.thresholds)

@@ -380,8 +380,8 @@ class Supervisor:
     def _write_down(self, claim: Claim, status: int, cause: str) -> None:
         try:
             with lifecycle.fenced(self.database, claim) as (session, job):
-                if status == process.DRAINED:
-                    lifecycle.release(session, job)
+                if status in (process.DRAINED, process.ROLLED_BACK):
+                    lifecycle.release(session, job, is_rolled_back=status == process.ROLLED_BACK)
                 elif status == process.ALONE:
                     self._alone.add(claim.job_id)  # before another thread can claim it
                     lifecycle.run_exclusively(session, job, reason=cause)

@@ -131,8 +131,11 @@ class DistributedGradient:
         return [result for results in self._give(orders) for result in results]
 
     def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        self._share_weights()
         order = Compute(LocalGradient.of_kept, (compute, *arguments))
-        return [result for results in self._give([order] * self.world.size) for result in results]
+        results = [result for results in self._give([order] * self.world.size) for result in results]
+        self._has_weights = False  # the caller may update them, or undo that, before the next call
+        return results
 
     def free(self) -> int:
         free_R: list[int] = self._give([Compute(LocalGradient.free)] * self.world.size)

@@ -1,17 +1,17 @@
 """A loss: what a gradient adds up, micro-batch by micro-batch. worker/training/losses.py says which loss a job has."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from worker.model.batch import Tensors, TrainedAnswer, answers_of, split, tensors_of
+from worker.model.batch import Tensors, TrainedAnswer, answers_of, tensors_of
 from worker.model.json_schema import forbidden
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
@@ -65,9 +65,10 @@ class GradientSums:
         return GradientSums(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
 
-# Of the answers on which the KL of an update is measured: a micro-batch of the step as a whole would cost a third of
-# its passes again. Of each position the likeliest tokens are compared one by one; the others count as one.
-MEASURED_TOKENS, TOP = 256, 64
+# Each rank measures the KL of an update at the first learned tokens of so many prompts: all of them would cost a third
+# of the passes of a step again, and one says little about others. Of each position the likeliest tokens are compared
+# one by one; the others count as one.
+MEASURED_PROMPTS, MEASURED_TOKENS, TOP = 4, 64, 64
 
 # The shortest sequence with a learned token.
 SHORTEST = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0)
@@ -94,10 +95,7 @@ class Batch:
     advantage: Tensor | None = None  # with rewards of tokens, before they are normalized
     normalized_advantage: Tensor | None = None
     used_advantage: Tensor | None = None  # of the last pass, before the division by the std of the step
-    before: Tensor | None = None  # of the last pass: what `Loss.kl_from_before` compares with
-    top: TopTokens | None = (
-        None  # the likeliest tokens at the positions of `before`, as a RowLoss compares them
-    )
+    slices: Sequence["Slice"] = ()  # of the last pass: where the KL of an update may be measured
     old_value: Tensor | None = None  # with a value head, like `returns`
     returns: Tensor | None = None
 
@@ -110,29 +108,80 @@ class Batch:
         return [answer for pack in self.packs for answer in pack.sequences]
 
 
-def measured(batches: Sequence[Batch], part: int) -> Batch | None:
-    """Return the micro-batch on which an update of a mini-batch is measured: that of median length.
+@dataclass(frozen=True)
+class Slice:
+    """The beginning of the answers to a prompt, and what the policy computed for them in a pass."""
 
-    None: an out-of-memory error since the pass has divided the answers in another way.
-    """
-    of_part = [batch for batch in batches if batch.part == part]
-    real = [batch for batch in of_part if not batch.is_filler] or of_part
-    chosen = real[len(real) // 2] if real else None
-    return None if chosen is None or chosen.before is None else chosen
+    pack: Pack
+    output: Tensor  # at the m learned tokens: hidden states [m, h], or rewards [m]
 
 
-def first_answers(batch: Batch, tokens: int, *, divides_packs: bool) -> Batch:
-    """Return the first packs of a micro-batch, with at most `tokens` tokens, but at least one answer.
+@dataclass(frozen=True)
+class KlSum:
+    """KL(before || after) of an update, summed over positions, in nats."""
 
-    Args:
-        divides_packs: the first answers of a pack above the limit, and not all of them.
-    """
-    ends = list(accumulate(pack.tokens for pack in batch.packs))
-    packs = [pack for pack, end in zip(batch.packs, ends, strict=True) if end <= tokens]
-    if not packs:
-        first = batch.packs[0]
-        packs = [next(split(first, tokens)) if divides_packs else first]
-    return Batch(packs, batch.part, batch.is_filler)
+    total: float = 0.0
+    positions: int = 0
+
+    @classmethod
+    def mean(cls, sums_R: Iterable["KlSum"]) -> float | None:
+        """In nats a position, over all ranks. None: none was measured."""
+        sums = list(sums_R)
+        positions = sum(one.positions for one in sums)
+        return sum(one.total for one in sums) / positions if positions else None
+
+
+def learned_tokens(pack: Pack) -> int:
+    return sum(answer.trained_tokens for answer in pack.sequences)
+
+
+def beginning(pack: Pack, tokens: int) -> Pack:
+    """Return the prompt with its first answers up to the learned token of this number, or all of them."""
+    answers: list[TrainingSequence] = []
+    for answer in pack.sequences:
+        answers.append(_beginning_of(answer, tokens))
+        tokens -= answer.trained_tokens
+        if tokens <= 0:
+            break
+    return Pack(pack.prompt_ids, tuple(answers))
+
+
+def _beginning_of(answer: TrainingSequence, tokens: int) -> TrainingSequence:
+    if answer.trained_tokens <= tokens:
+        return answer
+    learned_T = [int(learned) for learned in answer.learned_T] or [1] * len(answer.output_ids_T)
+    forced = slice(answer.grammar_start - answer.forced, answer.grammar_start)
+    learned_T[forced] = [0] * answer.forced
+    end = list(accumulate(learned_T)).index(tokens) + 1
+    return replace(
+        answer,
+        output_ids_T=answer.output_ids_T[:end],
+        logprobs_T=answer.logprobs_T[:end],
+        advantages_T=answer.advantages_T[:end],
+        grammar_start=min(answer.grammar_start, end),
+        forced=answer.forced if end > answer.grammar_start else 0,
+        learned_T=answer.learned_T[:end],
+        teacher_T=answer.teacher_T[:end],
+        scores=(),
+        top=None,
+    )
+
+
+Measured = TypeVar("Measured")
+
+
+def spread(candidates: Sequence[Measured], pack_of: Callable[[Measured], Pack]) -> list[Measured]:
+    """Return MEASURED_PROMPTS of the candidates, in equal distances, of different prompts as far as there are such."""
+    prompts: set[tuple[int, ...]] = set()
+    firsts: list[Measured] = []
+    others: list[Measured] = []
+    for candidate in candidates:
+        prompt = pack_of(candidate).prompt_ids
+        (others if prompt in prompts else firsts).append(candidate)
+        prompts.add(prompt)
+    if len(firsts) < MEASURED_PROMPTS:
+        return [*firsts, *others][:MEASURED_PROMPTS]
+    return [firsts[number * len(firsts) // MEASURED_PROMPTS] for number in range(MEASURED_PROMPTS)]
 
 
 # Tensors of a batch with one number for each trained token.
@@ -217,6 +266,7 @@ class Loss(ABC):
         if has_reference and not policy.has_base:
             self.reference = policy.snapshot()
         self._loaded = self.reference
+        self._predictions: list[tuple[Pack, Any]] = []  # of before the newest update
 
     @property
     @abstractmethod
@@ -236,48 +286,60 @@ class Loss(ABC):
         """The rows of a micro-batch."""
         return tensors_of(batch.packs, self.policy.device)
 
-    def keep_hidden(self, batch: Batch, hidden: Tensor) -> None:
-        """Keep the hidden states [M, h] of a pass for `before_step`: those of the positions that are measured."""
-        if self.settings.step_kl:
-            batch.before = hidden[:MEASURED_TOKENS].detach().clone()
+    def keep_output(self, batch: Batch, output_M: Tensor) -> None:
+        """Keep the output of a pass, hidden states [M, h] or rewards [M], where the update may be measured."""
+        if not self.settings.step_kl or batch.is_filler:
+            return
+        ends = list(accumulate(learned_tokens(pack) for pack in batch.packs))
+        starts = [0, *ends]
+        slices = []
+        for number in spread(range(len(batch.packs)), lambda number: batch.packs[number]):
+            pack = self.measured_part(batch.packs[number])
+            start, positions = starts[number], learned_tokens(pack)
+            if positions:
+                slices.append(Slice(pack, output_M[start : start + positions].detach().clone()))
+        batch.slices = slices
+
+    def measured_part(self, pack: Pack) -> Pack:
+        """Return the part of a pack on which an update is measured."""
+        if self.policy.route.forward == "rows":  # each answer would have its own copy of the prompt
+            pack = Pack(pack.prompt_ids, pack.sequences[:1])
+        return beginning(pack, MEASURED_TOKENS)
 
     def before_step(self, batches: Sequence[Batch], part: int = 0) -> None:
-        """Prepare for `step_kl`, once the gradient of a mini-batch is computed."""
-        if (batch := measured(batches, part)) is not None:
-            self.keep_prediction(batch)
+        """Keep the predictions of before the next update of a mini-batch, whose gradient is computed.
 
-    def step_kl(self, batches: Sequence[Batch], part: int = 0) -> float | None:
-        """Return KL(before || after) of the newest update of a mini-batch, in nats a token, from one micro-batch.
-
-        None: there is none, on a rank or after an out-of-memory error.
+        There are none on a rank without answers, or after an out-of-memory error that came between.
         """
-        batch = measured(batches, part)
-        return None if batch is None else self.kl_from_before(batch)
+        slices = [one for batch in batches if batch.part == part for one in batch.slices]
+        chosen = spread(slices, lambda one: one.pack)
+        self._predictions = [(one.pack, self.prediction(one)) for one in chosen]
 
-    def keep_prediction(self, batch: Batch) -> None:
-        """Keep the likeliest tokens at the measured positions, by the head of before the update: it may be trained."""
-        assert batch.before is not None
-        allowed = self.laid_out(self._first(batch)).allowed_M
-        tops = [top_tokens(each, TOP) for each in self._logprobs(batch.before, allowed)]
-        batch.top = TopTokens(*map(torch.cat, zip(*tops, strict=True)))
+    def update_kl(self, batches: Sequence[Batch]) -> KlSum:
+        """Return the KL(before || after) of the newest update, at the positions of this rank."""
+        sums = KlSum()
+        for pack, before in self._predictions:
+            kl = self.kl_from(pack, before)
+            sums = KlSum(sums.total + kl.sum().item(), sums.positions + len(kl))
+        if self.policy.is_sharded:  # a forward pass is a collective operation
+            for _ in range(MEASURED_PROMPTS - len(self._predictions)):
+                predicting(self.policy, tensors_of([self.filler], self.policy.device))
+        return sums
 
-    def kl_from_before(self, batch: Batch) -> float:
-        """The KL over all tokens, of the first answers: exact where k3 of the sampled tokens would be noise, and right
-        for tokens that the policy has not sampled."""
-        assert batch.top is not None, "`before_step` comes first"
-        tensors = self.laid_out(self._first(batch))
-        after = predicting(self.policy, tensors)[: len(batch.top.ids)]
-        before = (torch.split(each[: len(after)], HEAD_CHUNK) for each in (batch.top.ids, batch.top.logprobs))
-        tops = zip(*before, strict=True)
-        logprobs = self._logprobs(after, tensors.allowed_M)
-        return (
-            torch.cat([kl_from_top(each, *top) for each, top in zip(logprobs, tops, strict=True)])
-            .mean()
-            .item()
-        )
+    def prediction(self, part: Slice) -> Any:
+        """Return what `kl_from` compares with: the likeliest tokens, by the head of before the update."""
+        allowed = self.laid_out(Batch([part.pack])).allowed_M
+        tops = [top_tokens(each, TOP) for each in self._logprobs(part.output, allowed)]
+        return TopTokens(*map(torch.cat, zip(*tops, strict=True)))
 
-    def _first(self, batch: Batch) -> Batch:
-        return first_answers(batch, MEASURED_TOKENS, divides_packs=not self.couples_answers)
+    def kl_from(self, pack: Pack, before: Any) -> Tensor:
+        """The KL over the vocabulary [m]: exact where k3 of the sampled tokens would be noise, and right for tokens
+        that the policy has not sampled."""
+        tensors = self.laid_out(Batch([pack]))
+        chunks = (torch.split(each, HEAD_CHUNK) for each in (before.ids, before.logprobs))
+        logprobs = self._logprobs(predicting(self.policy, tensors), tensors.allowed_M)
+        tops = zip(*chunks, strict=True)
+        return torch.cat([kl_from_top(each, *top) for each, top in zip(logprobs, tops, strict=True)])
 
     def _logprobs(self, hidden: Tensor, allowed_M: Tensor | None) -> Iterator[Tensor]:
         """Of all tokens [m, V], by chunks of positions."""

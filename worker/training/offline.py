@@ -17,7 +17,7 @@ from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.training.distributed import gradient_of
 from worker.training.gradient import StepMemory
-from worker.training.loss import GradientSums
+from worker.training.loss import GradientSums, KlSum
 from worker.training.losses import row_loss_of
 from worker.training.optimizer import AdapterOptimizer, optimizer_of
 from worker.training.reward import RewardLoss
@@ -46,9 +46,10 @@ class OfflineMetrics:
     grad_norm: float | None = None
     skipped: bool = False  # the gradient was not finite, so the step was not taken
     learning_rate: float | None = None  # these as in UpdateMetrics
-    step_kl: float | None = None
+    update_kl: float | None = None
     update_retries: int | None = None
     rejected_updates: int | None = None
+    unmeasured_updates: int | None = None
     teacher_usage: TokenUsage | None = None  # of one on a server
 
     @classmethod
@@ -111,7 +112,7 @@ class OfflineTrainer:
         totals = self.add(self.prepared(packs))
         if self.trust.target:
             self.gradient.of_kept(RowLoss.before_step)
-        taken = self.trust.step(self.trained, totals.counted, self.steps_taken, self._step_kl)
+        taken = self.trust.step(self.trained, totals.counted, self.steps_taken, self._update_kl)
         self.gradient.end()
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
@@ -122,9 +123,8 @@ class OfflineTrainer:
         self.gradient.add(packs, self.loss.step_values(self.gradient, packs))
         return self.gradient.collect()
 
-    def _step_kl(self) -> float | None:
-        """That of rank 0, which decides for all."""
-        return self.gradient.of_kept(RowLoss.step_kl)[0]
+    def _update_kl(self) -> float | None:
+        return KlSum.mean(self.gradient.of_kept(RowLoss.update_kl))
 
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""

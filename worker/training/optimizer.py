@@ -12,7 +12,7 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from worker.model.policy import Policy
 from worker.model.sharded_full import ShardedFullPolicy
 from worker.model.value_head import ValueHead
-from worker.training.undo import Copies, invert
+from worker.training.undo import Copies
 from worker.training.world import World
 
 # Of AdamW in reinforcement, without weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in
@@ -105,14 +105,12 @@ class AdapterOptimizer:
 
     def keep(self) -> None:
         """Prepare for `restore`."""
-        self._copies = Copies(self.adamw) if self.policy.has_base else None
+        self._copies = Copies(self.adamw)
 
     def restore(self) -> None:
         """Undo the step since `keep`: weights and moments. The gradient stays."""
-        if self._copies is None:
-            invert(self.adamw)
-        else:
-            self._copies.restore()
+        assert self._copies is not None, "`keep` comes first"
+        self._copies.restore()
         self.policy.follow_trainable()
 
     def clear(self) -> None:

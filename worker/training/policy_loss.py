@@ -481,7 +481,7 @@ class PolicyLoss(Loss):
         """
         hidden = predicting(self.policy, tensors)
         if batch is not None:
-            self.keep_hidden(batch, hidden)
+            self.keep_output(batch, hidden)
         value_M = None if self.value_head is None else self.value_head(hidden)
         return *logprobs_and_entropy(self.policy, hidden, tensors, self.settings.temperature), value_M
 

@@ -8,6 +8,7 @@ Scored answers are learned by their squared error, and steps of answers by the c
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.training import grpo
-from worker.training.loss import SHORTEST, Batch, GradientSums, StepValues
+from worker.training.loss import SHORTEST, Batch, GradientSums, Slice, StepValues
 from worker.training.row_loss import RowLoss
 from worker.types import Pack
 
@@ -56,25 +57,24 @@ class RewardLoss(RowLoss):
         answer = replace(SHORTEST, learned_T=(False, True), scores=(0.0,))
         return Pack((0, 0), (answer,) * (2 if self.settings.reward_kind == "pairs" else 1))
 
-    def keep_prediction(self, batch: Batch) -> None:
-        return  # the pass has kept the rewards
+    def measured_part(self, pack: Pack) -> Pack:
+        return pack
 
-    def kl_from_before(self, batch: Batch) -> float:
+    def prediction(self, part: Slice) -> Any:
+        return part.output
+
+    def kl_from(self, pack: Pack, before: Any) -> Tensor:
         """Of the predicted probabilities: that the preferred answer of a pair wins, or that a step is right."""
-        tensors = self.laid_out(self._first(batch))
-        after_N = reward_head.rewards(self.policy, self.head, tensors)
-        assert batch.before is not None
-        before_N = batch.before[: len(after_N)]
+        before_N, after_N = before, reward_head.rewards(self.policy, self.head, self.laid_out(Batch([pack])))
         if self.settings.reward_kind == "pairs":
             before_N, after_N = (each[0::2] - each[1::2] for each in (before_N, after_N))
-        before_N, after_N = (logsigmoid(each.double()) for each in (before_N, after_N))
-        return grpo.binary_kl(before_N, after_N).mean().item()
+        return grpo.binary_kl(*(logsigmoid(each.double()) for each in (before_N, after_N)))
 
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         tensors = tensors_of(batch.packs, self.policy.device)
         reward_N, score_N = reward_head.rewards(self.policy, self.head, tensors), tensors.score_M
         assert score_N is not None
-        batch.before = reward_N.detach()
+        self.keep_output(batch, reward_N)
         sums = GradientSums(tokens=len(reward_N), sequences=batch.sequences)
         if self.settings.reward_kind == "scores":
             loss = squared_error(reward_N, score_N).sum()

@@ -30,7 +30,7 @@ class RowLoss(Loss):
     def predicted(self, batch: Batch, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """As `token_logprobs.predicted`. The hidden states are kept for the KL of the update."""
         hidden = predicting(self.policy, tensors)
-        self.keep_hidden(batch, hidden)
+        self.keep_output(batch, hidden)
         return predicted(self.policy, hidden, tensors)
 
     def step_values(self, gradient: Gradient, packs: Sequence[Pack]) -> StepValues:

@@ -88,7 +88,7 @@ class SoftTargetLoss(RowLoss):
         tensors = tensors_of(packs, self.policy.device)
         comparisons = self._to_top(packs) if self.teacher is None else self._to_policy(self.teacher, tensors)
         hidden = predicting(self.policy, tensors)
-        self.keep_hidden(batch, hidden)
+        self.keep_output(batch, hidden)
         correct, parts = 0.0, []
         chunks = (torch.split(tensor, self.chunk) for tensor in (hidden, tensors.target_M))
         for own, target, compare in zip(*chunks, comparisons, strict=True):

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from worker.sampling.weights import same
 from worker.training import grpo
 from worker.training.distributed import gradient_of
 from worker.training.gradient import StepMemory, keep_memory
-from worker.training.loss import GradientSums, StepValues
+from worker.training.loss import GradientSums, KlSum, StepValues
 from worker.training.optimizer import BETAS, AdapterOptimizer, ValueOptimizer, optimizer_of
 from worker.training.policy_loss import (
     GroupContribution,
@@ -220,7 +219,7 @@ class PeftTrainer:
             taken = StepTaken(0.0)
         else:
             taken = self._policy_step(divisor, part)
-        if taken.norm is None:
+        if taken.norm is None or taken.is_rejected:
             self.value_optimizer.clear()
         else:
             self.value_optimizer.descend(self.steps_taken)
@@ -229,13 +228,10 @@ class PeftTrainer:
     def _policy_step(self, divisor: float, part: int) -> StepTaken:
         if self.trust.target:
             self.gradient.of_kept(PolicyLoss.before_step, part)
-        return self.trust.step(
-            self.trained, divisor, self.steps_taken - self.waits, partial(self._step_kl, part)
-        )
+        return self.trust.step(self.trained, divisor, self.steps_taken - self.waits, self._update_kl)
 
-    def _step_kl(self, part: int) -> float | None:
-        """That of rank 0, which decides for all."""
-        return self.gradient.of_kept(PolicyLoss.step_kl, part)[0]
+    def _update_kl(self) -> float | None:
+        return KlSum.mean(self.gradient.of_kept(PolicyLoss.update_kl))
 
     def _reward_tokens(self, parts: Sequence[Sequence[GroupContribution]]) -> StepMoments:
         """Compute the advantages of all tokens of the step, then the gradient of the first mini-batch."""

@@ -1,9 +1,9 @@
 """Bound how far one optimizer step moves the policy: a trust region with backtracking.
 
-After a step, KL(before || after) is measured on one micro-batch of the step. A step that went too far is undone, with
-the optimizer's moments, and taken again along the same gradient with a lower rate. The idea is the line search of TRPO
-(arXiv 1502.05477, appendix C): to second order the KL grows with the square of the rate, so one repetition usually
-suffices.
+After a step, KL(before || after) is measured on answers to a few of its prompts (worker/training/loss.py). A step that
+went too far is undone, with the optimizer's moments, and taken again along the same gradient with a lower rate. The
+idea is the line search of TRPO (arXiv 1502.05477, appendix C): to second order the KL grows with the square of the
+rate, so one repetition usually suffices.
 """
 
 import math
@@ -41,11 +41,10 @@ class StepTaken:
 
     norm: float | None  # of the gradient before clipping; None: it is not finite, and nothing changed
     learning_rate: float | None = None  # of the last try
-    kl: float | None = (
-        None  # KL(before || after) in nats a token; None: not measured. Rejected: that of the last try
-    )
+    kl: float | None = None  # KL(before || after) in nats a token; None: not measured, or rejected
     retries: int = 0
     is_rejected: bool = False  # nothing changed
+    is_unmeasured: bool = False  # memory ran out in between, so it was accepted as it was
 
 
 class TrustRegion:
@@ -82,13 +81,15 @@ class TrustRegion:
             rate = lowered
             learning_rate = trained.descend(steps_taken, rate)
             kl = measure()
-            if kl is None or is_accepted(kl, self.target):
+            if kl is None:
+                return StepTaken(norm, learning_rate, None, retries, is_unmeasured=True)
+            if is_accepted(kl, self.target):
                 self.rate = grown(rate)
                 return StepTaken(norm, learning_rate, kl, retries)
             trained.restore()
             lowered = rate * factor(kl, self.target)
         self.rate = max(rate, LEAST_RATE)
-        return StepTaken(norm, learning_rate, kl, RETRIES, is_rejected=True)
+        return StepTaken(norm, learning_rate, None, RETRIES, is_rejected=True)
 
 
 def step_metrics(updates: Sequence[StepTaken]) -> dict[str, Any]:
@@ -98,7 +99,8 @@ def step_metrics(updates: Sequence[StepTaken]) -> dict[str, Any]:
         return {}
     return {
         "learning_rate": steps[-1].learning_rate,
-        "step_kl": max((one.kl for one in steps if one.kl is not None), default=None),
+        "update_kl": max((one.kl for one in steps if one.kl is not None), default=None),
         "update_retries": sum(one.retries for one in steps),
         "rejected_updates": sum(one.is_rejected for one in steps),
+        "unmeasured_updates": sum(one.is_unmeasured for one in steps),
     }

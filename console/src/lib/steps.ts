@@ -61,7 +61,7 @@ const SAMPLED: Chart[] = [
   { title: "Effective share of the sample", metrics: [["share", "logprob_gap_ess"]], usual: { low: 0.95, high: null }, range: (low) => [Math.min(0.9, low), 1] },
   { title: "Clipped tokens", metrics: [["share", "clip_fraction"]], usual: { low: null, high: 0.2 }, range: upTo(0.25), hideZero: true },
   { title: "Norm of the gradient", metrics: [["norm", "grad_norm"]] },
-  { title: "KL of an update, nats per token", metrics: [["KL(before || after)", "step_kl"]] },
+  { title: "KL of an update, nats per token", metrics: [["KL(before || after)", "update_kl"]] },
   { title: "Learning rate", metrics: [["learning rate", "learning_rate"]] },
   { title: "Explained variance of the values", metrics: [["share", "explained_variance"]], usual: { low: 0, high: null } },
   { title: "pass@1, pass@k, maj@k", metrics: [["pass@1", "full_valid_pass_at_1"], ["pass@k", "full_valid_pass_at_k"], ["maj@k", "full_valid_maj_at_k"]], range: share },
@@ -72,7 +72,7 @@ const FROM_FILES: Chart[] = [
   { title: "Reward accuracy", metrics: [["train", "train_mean_reward_accuracy"], ["validation", "full_valid_mean_reward_accuracy"]] },
   { title: "Reward margin of pairs", metrics: [["train", "train_mean_reward_margin"], ["validation", "full_valid_mean_reward_margin"]] },
   { title: "Norm of the gradient", metrics: [["norm", "grad_norm"]] },
-  { title: "KL of an update, nats per token", metrics: [["KL(before || after)", "step_kl"]] },
+  { title: "KL of an update, nats per token", metrics: [["KL(before || after)", "update_kl"]] },
   { title: "Learning rate", metrics: [["learning rate", "learning_rate"]] },
 ];
 const PHASES: [label: string, name: string][] = [["sampling", "sampling"], ["grading", "grading"], ["training", "training"], ["validation", "eval"]];
