@@ -517,8 +517,8 @@ def estimate(
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full`, `references`, `adapter_copies` and `has_values` as in Workload; `engine` as in MemoryPlan; `undo`:
-    `undo_bytes` on a CPU.
+    at a time. `full`, `references`, `adapter_copies` and `has_values` as in Workload; `engine` as in MemoryPlan;
+    `undo`: `undo_bytes` on a CPU.
     """
     if full:
         rank = 0
