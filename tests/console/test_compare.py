@@ -214,9 +214,11 @@ def test_two_jobs_are_compared_prompt_by_prompt_with_an_interval(
     logged_in.goto(f"/#/compare?jobs={finished},{other}")
 
     row = logged_in.get_by_role("region", name="Paired rewards").locator("tbody tr")
-    expect(row).to_contain_text(
-        f"{reward['difference']:+.3f} ({reward['ci_low']:+.3f} to {reward['ci_high']:+.3f})"
+    difference, low, high = (
+        f"{value:+.3f}" if round(value, 3) else "0.000"
+        for value in (reward["difference"], reward["ci_low"], reward["ci_high"])
     )
+    expect(row).to_contain_text(f"{difference} ({low} to {high})")
     expect(row).to_contain_text(f"{reward['wins']}, {reward['losses']}, {reward['ties']}")
     changed = "better" if reward["ci_low"] > 0 else "worse"
     expect(row).to_contain_text(

@@ -300,7 +300,7 @@ def test_the_archive_of_a_checkpoint_is_served_by_vllm(
         server = subprocess.Popen(untyped(command), env=environment, stdout=log, stderr=log)
     try:
         vllm = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        assert until(lambda: answers(vllm) or server.poll() is not None, 200)
+        assert until(lambda: answers(vllm) or server.poll() is not None, 400)
         assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
 
         for theirs, ours in (("mine", checkpoint.fine_tuned_model_checkpoint), (str(tiny_model), "tiny")):
