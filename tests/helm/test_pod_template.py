@@ -56,6 +56,26 @@ def test_a_field_of_all_pods_can_be_set(wish: str) -> None:
             kubernetes_validate.validate(owner, NEWEST, strict=True)
 
 
+def test_the_wait_for_the_schema_comes_after_the_sidecar_through_which_pods_reach_the_database() -> None:
+    """Kubernetes starts init containers in their order, and the first one that does not end holds up the others."""
+    sidecar = {"name": "cloud-sql-proxy", "image": "proxy:1.2", "restartPolicy": "Always"}
+    patch = {
+        "spec": {
+            "initContainers": [
+                {"name": "configure", "image": "busybox:1.36"},
+                sidecar,
+                {"name": "later", "image": "busybox:1.36"},
+            ]
+        }
+    }
+    manifests = render(VALUES | {"migrate": {"hooks": "none"}, "podTemplate": patch})
+
+    for component in ("api", "worker"):
+        for pod in pods(manifests, component):
+            names = [one["name"] for one in pod.spec["initContainers"] if one["name"] != "doctor"]
+            assert names == ["configure", "cloud-sql-proxy", "wait-for-schema", "later"], pod.name
+
+
 def container(pod: Pod) -> dict[str, Any]:
     found: dict[str, Any] = pod.spec["containers"][0]
     return found

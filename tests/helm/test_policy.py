@@ -1,10 +1,14 @@
 """What no values can make the chart do."""
 
 import json
+import re
 from typing import Any
+from urllib.parse import urlsplit
 
+import boto3
 import pytest
 
+from core.storage.store import s3_client
 from tests.graders.attacks import ATTACKS
 from tests.helm.charts import VARIATIONS, helm, merged, of_kind, pods, profile, render, strings
 
@@ -258,7 +262,7 @@ def names_of(manifests: list[dict[str, Any]], component: str) -> dict[str, list[
 def test_with_cilium_pods_reach_by_name_what_the_values_name() -> None:
     manifests = render(VARIATIONS["names"])
     store = ["example-regraft.s3.eu-central-1.amazonaws.com", "s3.eu-central-1.amazonaws.com"]
-    hub = ["huggingface.co", "*.hf.co", "*.*.hf.co"]
+    hub = ["huggingface.co", "*.huggingface.co", "*.hf.co", "*.*.hf.co", "*.*.*.hf.co"]
     graders = ["judge.example.com", "*.graders.example.com"]
 
     found = {component: names_of(manifests, component) for component in ("api", "worker", "inference")}
@@ -292,6 +296,7 @@ def test_with_cilium_no_rule_without_names_lets_answers_of_dns_pass_unread_or_op
         ({"objectStore": {"endpointUrl": "https://s3.example.com:9000"}}, "s3.example.com"),
         ({"extraEnv": {"HF_ENDPOINT": "https://hub.example.com"}}, "hub.example.com"),
         ({"settings": {"otlp_endpoint": "http://traces.example.com:4318"}}, "traces.example.com"),
+        ({"extraEnv": {"HTTPS_PROXY": "http://proxy.example.com:3128"}}, "proxy.example.com"),
         (
             {"inference": {"enabled": False, "url": "https://models.example.com/v1"}},
             "models.example.com",
@@ -311,6 +316,164 @@ def test_the_store_needs_its_addresses_or_a_name() -> None:
         render(values)
     with pytest.raises(helm.HelmError, match=r"networkPolicy\.cilium\.enabled"):
         render(merged(VARIATIONS["names"], {"networkPolicy": {"enabled": False}}))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://minio.storage.svc.cluster.local:9000",
+        "http://minio.storage.svc",
+        "http://minio:9000",
+        "http://10.1.2.3:9000",
+    ],
+)
+def test_a_store_in_the_cluster_needs_its_peers_also_with_cilium(endpoint: str) -> None:
+    with pytest.raises(helm.HelmError, match=r"networkPolicy\.objectStore\.to: list its peers"):
+        render(merged(VARIATIONS["names"], {"objectStore": {"endpointUrl": endpoint}}))
+
+
+class Sent(Exception):
+    """A request that a client would have sent."""
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        "us-east-1",
+        "us-west-2",
+        "eu-central-1",
+        "cn-north-1",
+        "us-gov-west-1",
+        "us-iso-east-1",
+        "eusc-de-east-1",
+    ],
+)
+def test_with_cilium_pods_reach_the_hosts_to_which_our_client_of_the_store_connects(
+    region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+    def refuse(request: Any, **_: Any) -> None:
+        raise Sent(request.url)
+
+    def host_of(bucket: str) -> str | None:
+        client = s3_client(None, region, "when_required")
+        client.meta.events.register("before-send.s3", refuse)
+        with pytest.raises(Sent) as sent:
+            client.put_object(Bucket=bucket, Key="key", Body=b"")
+        return urlsplit(str(sent.value)).hostname
+
+    roles = boto3.Session().client("sts", region_name=region).meta.endpoint_url
+    for bucket in ("mine", "mine.with.dots"):
+        values = {"objectStore": {"bucket": bucket, "region": region, "existingSecret": ""}}
+        names = names_of(render(merged(VARIATIONS["names"], values)), "inference")["443"]
+        assert {host_of(bucket), urlsplit(roles).hostname} <= set(names)
+
+
+def test_with_cilium_pods_reach_the_servers_from_which_the_hub_sends_weights() -> None:
+    names = names_of(render(VARIATIONS["names"]), "worker")["443"]
+    # Cilium's `*` stands for no dot.
+    patterns = [name.replace(".", "[.]").replace("*", "[-a-zA-Z0-9_]*") for name in names]
+    for host in (
+        "huggingface.co",
+        "cdn-lfs.huggingface.co",
+        "cdn-lfs-us-1.hf.co",
+        "transfer.xethub.hf.co",
+        "cas-server.xethub.hf.co",
+        "us.aws.cdn.hf.co",
+    ):
+        assert any(re.fullmatch(pattern, host) for pattern in patterns), host
+
+
+def test_with_cilium_other_labels_of_dns_replace_the_default() -> None:
+    labels = {"k8s:io.kubernetes.pod.namespace": "openshift-dns"}
+    values = merged(VARIATIONS["names"], {"networkPolicy": {"cilium": {"dns": [labels]}}})
+
+    for policy in of_kind(render(values), "CiliumNetworkPolicy"):
+        assert policy["spec"]["egress"][0]["toEndpoints"] == [{"matchLabels": labels}]
+
+
+def test_with_cilium_samplers_reach_no_collector_because_they_have_no_traces() -> None:
+    cilium = {"networkPolicy": {"cilium": {"enabled": True}}}
+    traces = {
+        "settings": {"otlp_endpoint": "https://traces.example.com"},
+        "objectStore": {"region": "eu-central-1"},
+    }
+    manifests = render(merged(merged(VARIATIONS["fleets"], cilium), traces))
+
+    assert "traces.example.com" in names_of(manifests, "inference")["443"]
+    assert "traces.example.com" not in names_of(manifests, "sampler-small")["443"]
+
+
+def test_with_cilium_the_dispatcher_reaches_the_kubernetes_api_which_no_rule_for_addresses_opens() -> None:
+    values = merged(
+        VARIATIONS["dispatched"],
+        {"networkPolicy": {"cilium": {"enabled": True}, "kubernetesApi": {"to": [], "port": 8443}}},
+    )
+    manifests = render(values)
+    [policy] = [
+        one
+        for one in of_kind(manifests, "CiliumNetworkPolicy")
+        if one["metadata"]["name"].endswith("-dispatcher")
+    ]
+
+    [rule] = policy["spec"]["egress"]
+    assert rule["toEntities"] == ["kube-apiserver"]
+    assert [one["port"] for one in rule["toPorts"][0]["ports"]] == ["443", "6443", "8443"]
+    assert [port for _, port in reached(allowed(manifests, "dispatcher"))] == [53, 5432]
+
+
+NAMED = {"apiNames": "networkPolicy.cilium.apiNames", "workerNames": "networkPolicy.cilium.workerNames"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a..b.com",
+        "g?.example.com",
+        "[a-z].example.com",
+        "hooks.example.com:0",
+        "hooks.example.com:99999",
+        "10.2.3.4:443",
+        "a.svc",
+        "a.models.svc.cluster.local",
+        "localhost",
+    ],
+)
+@pytest.mark.parametrize("value", NAMED)
+def test_names_that_cilium_does_not_match_are_refused(value: str, name: str) -> None:
+    values = merged(VARIATIONS["names"], {"networkPolicy": {"cilium": {value: [name]}}})
+    with pytest.raises(helm.HelmError, match=re.escape(f"{NAMED[value]}: {name} ")):
+        render(values)
+
+
+@pytest.mark.parametrize("host", ["*", "g?.example.com", "[a-z].example.com"])
+def test_hosts_of_graders_that_cilium_does_not_match_are_refused_with_it(host: str) -> None:
+    values = merged(VARIATIONS["names"], {"graders": {"endpointHosts": [host]}})
+    with pytest.raises(helm.HelmError, match=re.escape(f"graders.endpointHosts: {host} ")):
+        render(values)
+    render(merged(profile("production"), {"graders": {"endpointHosts": [host]}}))
+
+
+def test_a_name_with_svc_within_it_is_outside_the_cluster() -> None:
+    names = {"workerNames": ["a.svc.example.com"]}
+    values = merged(VARIATIONS["names"], {"networkPolicy": {"cilium": names}})
+
+    assert "a.svc.example.com" in names_of(render(values), "worker")["443"]
+
+
+def test_names_without_cilium_are_refused() -> None:
+    values = profile("production", networkPolicy={"cilium": {"workerNames": ["hooks.example.com"]}})
+    with pytest.raises(helm.HelmError, match=r"workerNames: .* set networkPolicy\.cilium\.enabled"):
+        render(values)
+
+
+@pytest.mark.parametrize("component", ["api", "worker", "inference", "samplers"])
+def test_annotations_for_an_account_that_the_chart_does_not_create_are_refused(component: str) -> None:
+    account = {"name": "ours", "annotations": {"eks.amazonaws.com/role-arn": "arn"}}
+    with pytest.raises(helm.HelmError, match=rf"{component}\.serviceAccount\.annotations: .* ours"):
+        render(profile("production", **{component: {"serviceAccount": account}}))
 
 
 def test_nobody_reaches_a_worker() -> None:

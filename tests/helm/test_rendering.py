@@ -107,6 +107,7 @@ _CILIUM_RULE = {
     "additionalProperties": False,
     "properties": {
         "toEndpoints": {"type": "array", "minItems": 1, "items": {"required": ["matchLabels"]}},
+        "toEntities": {"const": ["kube-apiserver"]},
         "toFQDNs": {
             "type": "array",
             "minItems": 1,
@@ -173,7 +174,7 @@ CUSTOM = {
         "additionalProperties": False,
         "properties": {
             "endpointSelector": {"type": "object", "required": ["matchLabels"]},
-            "egress": {"type": "array", "minItems": 2, "items": _CILIUM_RULE},
+            "egress": {"type": "array", "minItems": 1, "items": _CILIUM_RULE},
         },
     },
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
@@ -630,6 +631,21 @@ def test_the_dispatcher_waits_for_the_schema_and_so_do_its_jobs() -> None:
     for text in config["data"].values():
         spec = json.loads(text)["manifest"]["spec"]["template"]["spec"]
         assert [one["name"] for one in spec["initContainers"]] == ["wait-for-schema", "doctor"]
+
+
+@pytest.mark.parametrize("hooks", ["helm", "none"])
+def test_a_rollout_that_waits_for_the_schema_is_not_called_failed(hooks: str) -> None:
+    def deadlines(hooks: str) -> dict[str, int]:
+        manifests = render(VARIATIONS["dispatched"] | {"migrate": {"hooks": hooks}})
+        return {
+            pod.name: pod.owner["spec"]["progressDeadlineSeconds"]
+            for pod in pods(manifests)
+            if pod.owner["kind"] == "Deployment" and pod.component in ("api", "worker", "dispatcher")
+        }
+
+    waits = 0 if hooks == "helm" else 1800
+    assert deadlines(hooks) == {name: seconds + waits for name, seconds in deadlines("helm").items()}
+    assert len(deadlines(hooks)) == 3 and min(deadlines(hooks).values()) == 600 + waits
 
 
 def test_with_helm_no_pod_waits_because_the_demo_migrates_after_its_pods_are_ready() -> None:

@@ -1,7 +1,9 @@
 """A member of a rollout fleet plans its memory as an inference server does, and answers its shortage the same way."""
 
+import asyncio
 import json
 import os
+import signal
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from core.units import GIB
 from tests.tiny import make_tiny_model
 from worker.engine import errors
 from worker.engine.launch import EngineNotStarted
+from worker.engine.server import ended_by_signal
 from worker.model.memory import DeviceMemory
 from worker.serving import fleet_server
 from worker.serving.cache_limits import CacheLimits
@@ -40,20 +43,22 @@ def own_environment() -> Iterator[None]:
 
 
 class FakeVllm:
-    """vLLM's server, whose engine starts if its cache is small enough, and which ends at once."""
+    """vLLM's server, whose engine starts if its cache is small enough, and which a signal ends at once."""
 
-    def __init__(self, most: int, error: str = CPU_ERROR, *, dies: bool = False) -> None:
+    def __init__(self, most: int, error: str | None = CPU_ERROR, *, dies: bool = False) -> None:
+        """`error`: with which it ends. None: it is killed."""
         self.most, self.error, self.dies = most, error, dies
         self.started: list[int] = []  # bytes of the caches
 
-    def __call__(self, listening: socket.socket, args: Namespace, connections: Mapping[str, Any]) -> None:
+    def __call__(self, listening: socket.socket, args: Namespace, connections: Mapping[str, Any]) -> bool:
         self.started.append(args.kv_cache_memory_bytes)
         is_too_large = self.started[-1] > self.most
-        if is_too_large or self.dies:
+        if self.error is not None and (is_too_large or self.dies):
             with Path(os.environ[errors.FILE]).open("a") as file:  # as our plugin for vLLM does
                 file.write(json.dumps(self.error) + "\n")
         if is_too_large:
             raise RuntimeError("Engine core initialization failed. See root cause above.")
+        return not self.dies
 
 
 @pytest.fixture
@@ -72,16 +77,17 @@ def run(entry: BaseModelEntry, tmp_path: Path) -> Callable[..., None]:
     return run
 
 
-def test_a_member_that_runs_out_of_memory_starts_again_with_half_of_its_cache(
+def test_a_member_that_runs_out_of_memory_ends_and_the_next_one_begins_with_half_of_its_cache(
     run: Callable[..., None],
 ) -> None:
-    first, second = FakeVllm(GIB // 4), FakeVllm(GIB)
+    vllm = FakeVllm(GIB // 4)
 
-    run(first)
-    run(second)
+    for _ in range(2):
+        with pytest.raises(EngineNotStarted):
+            run(vllm)
+    run(vllm)
 
-    assert first.started == [GIB, GIB // 2, GIB // 4]
-    assert second.started == [GIB // 4], "the next member begins with what fitted"
+    assert vllm.started == [GIB, GIB // 2, GIB // 4]
 
 
 def test_the_member_that_replaces_one_that_ran_out_of_memory_later_is_smaller(
@@ -89,10 +95,65 @@ def test_the_member_that_replaces_one_that_ran_out_of_memory_later_is_smaller(
 ) -> None:
     first, second = FakeVllm(GIB, dies=True), FakeVllm(GIB)
 
-    run(first)
+    with pytest.raises(fleet_server.EngineDied, match="can't allocate memory"):
+        run(first)
     run(second)
 
     assert (first.started, second.started) == ([GIB], [GIB // 2])
+
+
+def test_a_member_whose_engine_is_killed_ends_with_an_error_and_keeps_its_cache(
+    run: Callable[..., None],
+) -> None:
+    vllm = FakeVllm(GIB, error=None, dies=True)
+
+    for _ in range(2):
+        with pytest.raises(fleet_server.EngineDied):
+            run(vllm)
+
+    assert vllm.started == [GIB, GIB]
+
+
+class FakeChild:
+    """A process of an engine that ends by itself (0), when it is killed (1), or never (2)."""
+
+    def __init__(self, needs: int) -> None:
+        self.needs, self.has = needs, 0
+
+    def join(self, timeout: float | None = None) -> None:
+        assert timeout is not None, "it may never end"
+
+    def is_alive(self) -> bool:
+        return self.has < self.needs
+
+    def kill(self) -> None:
+        self.has = 1
+
+
+@pytest.mark.parametrize(("needs", "exits"), [(0, []), (1, []), (2, [1])])
+def test_a_process_of_the_engine_that_remains_is_killed_and_one_that_cannot_be_killed_ends_the_member(
+    needs: int, exits: list[int]
+) -> None:
+    ours, exited = FakeChild(needs), list[int]()
+
+    fleet_server.end_children([FakeChild(0), ours], exited.append)
+
+    assert exited == exits
+    assert ours.has == min(needs, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_server_tells_a_signal_from_the_death_of_its_engine(number: int | None) -> None:
+    async def serving() -> None:
+        """As vLLM's server, whose engine is dead without a signal."""
+        stopping = asyncio.Event()
+        for one in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(one, stopping.set)
+        if number is not None:
+            signal.raise_signal(number)
+            await stopping.wait()
+
+    assert ended_by_signal(serving()) is (number is not None)
 
 
 def test_a_member_that_fails_for_another_reason_is_not_started_again(run: Callable[..., None]) -> None:

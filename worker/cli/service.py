@@ -649,7 +649,8 @@ def base_model_of(settings: Settings, name: str) -> BaseModelEntry:
 def sampler(arguments: argparse.Namespace) -> int:
     """Sample for jobs until SIGTERM or Ctrl-C. Needs the blob store and the registry, but no database.
 
-    Requests in flight are cut, and their jobs send them to other samplers.
+    Requests in flight are cut, and their jobs send them to other samplers. Returns 1 if the engine has failed: after an
+    out-of-memory error the next process begins with smaller sizes.
     """
     settings = configured(arguments)
     if not settings.samplers_key:
@@ -683,7 +684,7 @@ def sampler(arguments: argparse.Namespace) -> int:
         add_collector(OwnVllmMetrics())
         try:
             fleet_server.run(settings, arguments.model, entry, listening)
-        except (EngineRefused, EngineNotStarted) as failed:
+        except (EngineRefused, EngineNotStarted, fleet_server.EngineDied) as failed:
             log.error("%s: %s", arguments.model, failed, exc_info=failed.__cause__)
             return 1
     return 0

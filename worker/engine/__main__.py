@@ -36,15 +36,16 @@ class AdaptersInFolder:
         return self.folder / name if is_entry else None
 
 
-def main(file: Path) -> None:
+def main(file: Path) -> int:
+    """Serve until a signal. Returns 1 if the engine has died."""
     start = EngineStart(**json.loads(file.read_text()))
     process.die_with_parent(start.parent)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(start.socket)
     adapters = AdaptersInFolder(Path(start.adapters), None if start.nothing is None else Path(start.nothing))
     args = arguments(start.options, name=start.name, keys=[os.environ["VLLM_API_KEY"]], adapters=adapters)
-    serve(listening, args, {"timeout_keep_alive": KEEP_ALIVE_SECONDS})
+    return int(not serve(listening, args, {"timeout_keep_alive": KEEP_ALIVE_SECONDS}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1])))

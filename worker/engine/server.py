@@ -1,15 +1,18 @@
 """Serve with vLLM's own HTTP server and our plugin, in this process; vLLM starts its engine below it."""
 
+import asyncio
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVarTuple
 
 from worker import process
 from worker.engine.names import PLUGIN
 from worker.engine.routes import RequiresKey
+
+_Args = TypeVarTuple("_Args")
 
 
 class PluginMissing(Exception):
@@ -56,19 +59,41 @@ def arguments(
     return args
 
 
-def serve(listening: socket.socket, args: Namespace, connections: Mapping[str, Any]) -> None:
+def serve(listening: socket.socket, args: Namespace, connections: Mapping[str, Any]) -> bool:
     """Serve on this socket until SIGTERM or Ctrl-C, or until the engine dies. Requests in flight are cut.
 
-    Connections are refused until the model is loaded.
+    Connections are refused until the model is loaded. Returns whether a signal has ended it.
 
     Args:
         connections: of core.connections.connection_options.
     """
-    import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
 
     limits = dict(connections)
     os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(limits.pop("timeout_keep_alive"))
     if listening.family != socket.AF_UNIX:
         args.host, args.port = listening.getsockname()[:2]
-    uvloop.run(run_server_worker("", listening, args, log_config=None, **limits))
+    return ended_by_signal(run_server_worker("", listening, args, log_config=None, **limits))
+
+
+def ended_by_signal(serving: Coroutine[Any, Any, object]) -> bool:
+    """Run a server, and return whether one of the signals that it handles has ended it.
+
+    vLLM's returns in the same way at a signal and when its engine has died.
+    """
+    import uvloop
+
+    class Loop(uvloop.Loop):
+        signaled = False
+
+        def add_signal_handler(self, sig: int, callback: Callable[[*_Args], object], *args: *_Args) -> None:
+            def handle() -> None:
+                self.signaled = True
+                callback(*args)
+
+            super().add_signal_handler(sig, handle)
+
+    loop = Loop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(serving)
+    return loop.signaled

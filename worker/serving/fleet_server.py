@@ -15,9 +15,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from core.connections import connection_options
 from core.registry import BaseModelEntry
@@ -31,6 +30,7 @@ from worker.engine.names import NOTHING
 from worker.engine.options import EngineConfig, environment, fleet_options
 from worker.engine.server import arguments, serve
 from worker.model.policy import read_tokenizer, source_of
+from worker.process import KILLED_SECONDS
 from worker.sampling.weights import adapter_named
 from worker.serving.adapters import SPARED_SECONDS, AdapterDamaged, AdapterFolders, AdapterGone, DiskBudget
 from worker.serving.cache_limits import CacheLimits
@@ -41,6 +41,18 @@ from worker.serving.vllm_server import write_nothing
 log = logging.getLogger(__name__)
 
 ADAPTERS_ON_DISK = 32
+
+
+class EngineDied(Exception):
+    """An engine that has served has ended without a signal."""
+
+
+class Child(Protocol):
+    """A process of the engine, such as a `multiprocessing.Process`."""
+
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+    def kill(self) -> None: ...
 
 
 class StoredAdapters:
@@ -73,12 +85,11 @@ def run(
     listening: socket.socket,
     *,
     builder: VllmBuilder | None = None,
-    serve: Callable[..., None] = serve,
+    serve: Callable[..., bool] = serve,
 ) -> None:
     """Serve on this socket until SIGTERM or Ctrl-C. Requests in flight are cut: their jobs send them elsewhere.
 
-    An engine that runs out of memory when it starts is started again with smaller sizes, as in an inference server. One
-    that does so later ends this process, and the next one begins with them.
+    An engine that runs out of memory ends this process, and the next one begins with smaller sizes.
 
     Args:
         builder: plans the memory. Default: that of the settings.
@@ -86,7 +97,8 @@ def run(
 
     Raises:
         EngineRefused: the model needs more memory than the device has.
-        EngineNotStarted: the engine failed for another reason.
+        EngineNotStarted: the engine failed for another reason, or ran out of memory and has smaller sizes next time.
+        EngineDied: it served, and has ended without a signal.
     """
     if builder is None:
         builder = VllmBuilder(settings, shares_device=False, setting="kv_cache_gib")
@@ -105,7 +117,7 @@ def run(
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
     tool_parser = tool_parser_of(entry.tool_parser, tokenizer.chat_template)
 
-    def serve_with(config: EngineConfig) -> None:
+    def serve_with(config: EngineConfig) -> bool:
         os.environ |= environment(config, is_server=True)
         args = arguments(
             fleet_options(config, tool_parser),
@@ -113,50 +125,54 @@ def run(
             keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
             adapters=StoredAdapters(folders, nothing),
         )
-        serve(listening, args, connection_options(settings))
+        return serve(listening, args, connection_options(settings))
 
     _serve_within(builder.limits, name, config, need.least_cache, serve_with)
 
 
 def _serve_within(
-    limits: CacheLimits, name: str, config: EngineConfig, least: int, serve: Callable[[EngineConfig], None]
+    limits: CacheLimits, name: str, config: EngineConfig, least: int, serve: Callable[[EngineConfig], bool]
 ) -> None:
-    """Serve until a signal. Raises as `run`.
+    """Serve until a signal, and lower the limits of an engine that ran out of memory. Raises as `run`.
+
+    It is not started again here: what the failed one has left in this process, such as its signal handlers and the
+    registrations of its plugins, is not made for a second one.
 
     Args:
         least: bytes of the cache of one sequence.
+        serve: returns whether a signal has ended it.
     """
+    log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
     with launch.private_folder() as folder:
-        while True:
-            log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
-            try:
-                later = _errors_while(partial(serve, config), folder)
-            except EngineNotStarted as cause:
-                config = limits.after(name, config, cause, least)
-            else:
-                with suppress(EngineRefused):  # the next process may meet more free memory
-                    limits.lower(name, config, later, least)
+        os.environ[errors.FILE] = str(errors.file_in(folder))
+        try:
+            if serve(config):
                 return
+        except Exception as cause:  # vLLM's says only that it failed
+            end_children(multiprocessing.active_children())
+            failed = EngineNotStarted(f"its engine failed: {cause!r}", list(errors.read(folder)))
+            limits.after(name, config, failed, least)
+            raise failed from cause
+        end_children(multiprocessing.active_children())
+        later = list(errors.read(folder))
+    with suppress(EngineRefused):  # the next process may meet more free memory
+        limits.lower(name, config, later, least)
+    raise EngineDied(f"its engine has died: {later[0] if later else 'the log says why'}")
 
 
-def _errors_while(serving: Callable[[], None], folder: Path) -> Sequence[str]:
-    """The errors of an engine that has started and then died, oldest first, once its processes have ended.
+def end_children(children: Sequence[Child], exit: Callable[[int], object] = os._exit) -> None:
+    """Wait until the processes of an engine that failed have ended, and their memory is free. Kill those that remain.
 
-    Raises:
-        EngineNotStarted: it failed before it served, with its errors.
+    If one ends at no signal, as inside a hung driver, this process exits with 1: Python's own exit would wait for it.
     """
-    errors.file_in(folder).unlink(missing_ok=True)
-    os.environ[errors.FILE] = str(errors.file_in(folder))
-    try:
-        serving()
-    except Exception as cause:  # vLLM's says only that it failed
-        _wait_for_children()
-        raise EngineNotStarted(f"its engine failed: {cause!r}", list(errors.read(folder))) from cause
-    _wait_for_children()
-    return list(errors.read(folder))
-
-
-def _wait_for_children() -> None:
-    """Until the processes of an engine that failed have ended, and their memory is free."""
-    for child in multiprocessing.active_children():
+    for child in children:
         child.join(EXIT_SECONDS)
+    remaining = [child for child in children if child.is_alive()]
+    for child in remaining:
+        child.kill()
+    for child in remaining:
+        child.join(KILLED_SECONDS)
+    if any(child.is_alive() for child in remaining):
+        log.error("a process of the engine does not end after SIGKILL, as in a driver that hangs")
+        logging.shutdown()
+        exit(1)

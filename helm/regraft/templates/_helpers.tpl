@@ -569,6 +569,11 @@ PostgreSQL once they are ready. Takes (dict "root" $ "image" "api").
 {{- end -}}
 {{- end -}}
 
+{{/* Seconds of a rollout for that init container, which Kubernetes counts as those of the start. */}}
+{{- define "regraft.schemaSeconds" -}}
+{{- ternary 0 1800 (eq .Values.migrate.hooks "helm") -}}
+{{- end -}}
+
 {{/*
 The init container that checks the GPUs of a pod, in seconds: a pod of a pool of Jobs starts for each job. A failure shows
 in its log with the remedy, and the pod does not start. Takes (dict "root" $ "pool" . "component" "worker").
@@ -701,8 +706,16 @@ is a fifth of the product.
 {{- end -}}
 {{- if $v.networkPolicy.enabled -}}
 {{- $bundled := dict "database" $v.bundled.postgresql.enabled "broker" $v.bundled.valkey.enabled "objectStore" $v.bundled.seaweedfs.enabled -}}
+{{- $hasStore := false -}}
+{{- if $v.networkPolicy.cilium.enabled -}}
+{{- range include "regraft.storeHosts" . | fromJsonArray -}}
+{{- if (include "regraft.target" . | fromJson).isOutside -}}
+{{- $hasStore = true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $name := list "database" "broker" "objectStore" -}}
-{{- if not (or (index $bundled $name) (index $v.networkPolicy $name).to (and $v.networkPolicy.cilium.enabled (eq $name "objectStore") (or $v.objectStore.endpointUrl $v.objectStore.region))) -}}
+{{- if not (or (index $bundled $name) (index $v.networkPolicy $name).to (and $hasStore (eq $name "objectStore"))) -}}
 {{- $wrong = append $wrong (printf "networkPolicy.%s.to: list its peers, such as [{ipBlock: {cidr: …}}], or set networkPolicy.enabled to false" $name) -}}
 {{- end -}}
 {{- end -}}
@@ -710,7 +723,32 @@ is a fifth of the product.
 {{- if and $v.networkPolicy.cilium.enabled (not $v.networkPolicy.enabled) -}}
 {{- $wrong = append $wrong "networkPolicy.cilium.enabled: adds names to the policies of networkPolicy.enabled; set that, too" -}}
 {{- end -}}
-{{- if and $v.dispatcher.enabled $v.networkPolicy.enabled (not $v.networkPolicy.kubernetesApi.to) -}}
+{{- with $v.networkPolicy.cilium -}}
+{{- $listed := dict "networkPolicy.cilium.apiNames" .apiNames "networkPolicy.cilium.workerNames" .workerNames "networkPolicy.cilium.inferenceNames" .inferenceNames -}}
+{{- if .enabled -}}
+{{- $_ := set $listed "graders.endpointHosts" $v.graders.endpointHosts -}}
+{{- end -}}
+{{- range $where, $names := $listed -}}
+{{- if and $names (not $v.networkPolicy.cilium.enabled) -}}
+{{- $wrong = append $wrong (printf "%s: are names for Cilium's policies; set networkPolicy.cilium.enabled, or remove them" $where) -}}
+{{- else -}}
+{{- range $names -}}
+{{- $target := include "regraft.target" . | fromJson -}}
+{{- if not (or $target.isOutside (and (eq $where "graders.endpointHosts") $target.isInside)) -}}
+{{- $wrong = append $wrong (printf "%s: %s is not a name outside the cluster for Cilium: letters, digits, `-`, `_` and `*` between dots, and a port up to 65535; list Services and addresses in the egress rules of networkPolicy" $where .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := list "api" "worker" "inference" "samplers" -}}
+{{- with (index $v $name).serviceAccount -}}
+{{- if and .name .annotations -}}
+{{- $wrong = append $wrong (printf "%s.serviceAccount.annotations: are for the account that the chart creates; annotate your own, %s, and remove them" $name .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.dispatcher.enabled $v.networkPolicy.enabled (not $v.networkPolicy.kubernetesApi.to) (not $v.networkPolicy.cilium.enabled) -}}
 {{- $wrong = append $wrong "networkPolicy.kubernetesApi.to: list the addresses of the Kubernetes API for the dispatcher, as `kubectl get endpointslices -n default` shows them, or set networkPolicy.enabled to false" -}}
 {{- end -}}
 {{- $names := list -}}

@@ -9,7 +9,31 @@
 {{- $pod = include "regraft.merge" (dict "to" $pod "with" .) | fromJson -}}
 {{- end -}}
 {{- end -}}
+{{- with $pod.spec.initContainers -}}
+{{- $_ := set $pod.spec "initContainers" (include "regraft.inOrder" . | fromJsonArray) -}}
+{{- end -}}
 {{- toYaml $pod -}}
+{{- end -}}
+
+{{/*
+Init containers with `wait-for-schema` behind the last sidecar (restartPolicy: Always): the database may be reached through
+it, such as through cloud-sql-proxy. The others keep their order. Takes a list, prints JSON.
+*/}}
+{{- define "regraft.inOrder" -}}
+{{- $waits := list -}}
+{{- $until := list -}}
+{{- $behind := list -}}
+{{- range . -}}
+{{- if eq .name "wait-for-schema" -}}
+{{- $waits = list . -}}
+{{- else if eq (.restartPolicy | default "") "Always" -}}
+{{- $until = append (concat $until $behind) . -}}
+{{- $behind = list -}}
+{{- else -}}
+{{- $behind = append $behind . -}}
+{{- end -}}
+{{- end -}}
+{{- concat $until $waits $behind | toJson -}}
 {{- end -}}
 
 {{/* Merge a map into another as Kubernetes' strategic merge patch: null removes a key; lists whose items have a name, volumeMounts
