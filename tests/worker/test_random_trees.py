@@ -1,7 +1,8 @@
 """Episodes with random branches: what each token reads follows from the nodes alone, in any layout."""
 
+import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -13,12 +14,14 @@ from transformers.masking_utils import causal_mask_function
 
 from graders.types import TokenUsage
 from tests.worker.test_trees import MakePolicy, answer, branched, chain, shared_context
+from worker.clock import Clock
 from worker.model import tree
 from worker.model.attention import Layout, visible
 from worker.model.batch import in_rows, micro_batches, tensors_of
 from worker.model.policy import Route
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.served_teacher import Echo, ServedTeacher
+from worker.sampling import Answer
 from worker.training.partition import deal
 from worker.training.teacher import PolicyTeacher
 from worker.types import NEW_ROOT, NO_ANSWER, Node, Pack, Prompt, Rollout
@@ -236,9 +239,12 @@ def test_the_tokens_of_a_teacher_are_those_of_all_rows_that_it_reads() -> None:
     rewards = TeacherRewards(PathTeacher("large", None), temperature=1.0, paid="large")  # type: ignore[arg-type]
     nothing = Rollout.of_nodes([Node(None, (), NO_ANSWER)])
     rollouts = [branched(), answer(20, 21), nothing]
-    logprobs_G = [tuple(0.0 for _ in one.output_ids_T) for one in rollouts]
 
-    group = rewards._group(Prompt(1, PROMPT, {}), rollouts, logprobs_G)
+    async def answers() -> AsyncIterator[Answer]:
+        for member, rollout in enumerate(rollouts):
+            yield Answer(0, member, rollout)
+
+    [group] = asyncio.run(rewards.grade([Prompt(1, PROMPT, {})], answers(), 3, Clock()))
 
     paths = (3 + 3 + 4) + (3 + 3 + 6 + 3) + (3 + 3)
     assert group.grades_G[0].usage == {"large": TokenUsage(paths, 3)}

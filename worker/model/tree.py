@@ -226,8 +226,8 @@ def _pieces(sequence: TrainingSequence, divided: Iterable[Sequence[int]]) -> lis
     spans, is_trained_T, outer = _spans(sequence), sequence.is_trained_T, sequence.piece
     seen: set[int] = set()
     pieces = []
-    for kept in divided:
-        new = [at for at in kept if at not in seen]
+    for included in divided:
+        new = [at for at in included if at not in seen]
         seen.update(new)
         places = tuple(chain.from_iterable(spans[at][1] for at in new))
         if not places:
@@ -236,10 +236,10 @@ def _pieces(sequence: TrainingSequence, divided: Iterable[Sequence[int]]) -> lis
             places = tuple(outer.places[place] for place in places)
         undivided = sequence if outer is None else outer.undivided
         learned = set(new)
-        piece = _selected(sequence, kept, [spans[at][0] for at in kept])
+        piece = _selected(sequence, included, [spans[at][0] for at in included])
         learned_T = (
             is_trained_T[spans[at][0]] if at in learned else (False,) * sequence.branches[at].tokens
-            for at in kept
+            for at in included
         )
         pieces.append(
             replace(
@@ -251,12 +251,16 @@ def _pieces(sequence: TrainingSequence, divided: Iterable[Sequence[int]]) -> lis
     return pieces
 
 
-def _selected(sequence: TrainingSequence, kept: Sequence[int], spans: Sequence[slice]) -> TrainingSequence:
-    """The tokens of the branches `kept`, which are `spans` of those of the sequence."""
-    renumbered = {at: number for number, at in enumerate(kept)}
+def _selected(
+    sequence: TrainingSequence, included: Sequence[int], spans: Sequence[slice]
+) -> TrainingSequence:
+    """The tokens of the branches `included`, which are `spans` of those of the sequence."""
+    renumbered = {at: number for number, at in enumerate(included)}
     branches = tuple(
         Branch(renumbered.get(parent, parent), tokens)  # type: ignore[arg-type]  # None and NEW_ROOT stay
-        for parent, tokens in ((sequence.branches[at].parent, sequence.branches[at].tokens) for at in kept)
+        for parent, tokens in (
+            (sequence.branches[at].parent, sequence.branches[at].tokens) for at in included
+        )
     )
 
     def selected(values_T: tuple[Value, ...]) -> tuple[Value, ...]:
