@@ -17,6 +17,7 @@ from graders.types import Grade
 if TYPE_CHECKING:  # the processes beside a run have no torch
     from torch import Tensor
 
+    from worker.branches import AnswerPiece, Branch, CallTokens
     from worker.episode import Episode
 
 FinishReason = Literal["stop", "length"]
@@ -66,7 +67,8 @@ class Rollout:
 
     With `nodes` it is an episode: `Rollout.of_nodes` makes it. Then the fields `_T` have the tokens of all calls, in
     the order of `nodes`; `forced` and `reasoning_tokens` are sums; `policy_step` is the oldest; and `text`,
-    `reasoning`, `cut_thought`, `parsed` and the token that `grammar_start` counts to are those of the last call.
+    `reasoning`, `cut_thought`, `parsed` and the token that `grammar_start` counts to are those of the last call that
+    has tokens.
     """
 
     output_ids_T: tuple[int, ...]  # ends with the stop token unless it was truncated
@@ -97,13 +99,18 @@ class Rollout:
         Args:
             is_truncated: a limit of the episode (its calls, tokens, time, or the context) ended it. An episode is also
                 truncated if one of its calls is.
+
+        Raises:
+            ValueError: there is no node, or one has a parent or context that `Node` excludes.
         """
+        refuse_nodes(nodes)
         answers = [node.answer for node in nodes]
-        *before, last = answers
+        last = _last_call(nodes)
         truncated = is_truncated or any(answer.is_truncated for answer in answers)
         known = [step for answer in answers if (step := answer.oldest_policy_step) is not None]
         steps_T = tuple(chain.from_iterable(answer.known_policy_steps_T for answer in answers))
         output_ids_T = tuple(chain.from_iterable(answer.output_ids_T for answer in answers))
+        before = len(output_ids_T) - len(last.output_ids_T)
         differ = len(set(steps_T)) > 1 or any(answer.policy_steps_T for answer in answers)
         return replace(
             last,
@@ -111,7 +118,7 @@ class Rollout:
             logprobs_T=tuple(chain.from_iterable(answer.logprobs_T for answer in answers)),
             finish_reason="length" if truncated else "stop",
             reasoning_tokens=sum(answer.reasoning_tokens for answer in answers),
-            grammar_start=sum(len(answer.output_ids_T) for answer in before) + last.grammar_start,
+            grammar_start=before + last.grammar_start,
             forced=sum(answer.forced for answer in answers),
             teacher_T=tuple(chain.from_iterable(answer.teacher_T for answer in answers)),
             policy_step=min(known, default=None),
@@ -130,6 +137,11 @@ class Rollout:
         if self.episode is not None:
             return tuple(use.as_row() for use in self.episode.uses)
         return () if self.parsed is None else self.parsed.tool_calls(self.text)
+
+    @property
+    def last_call(self) -> "Rollout":
+        """The call that `text` is of: of an episode the last one with tokens, else the answer itself."""
+        return _last_call(self.nodes) if self.nodes else self
 
     @property
     def is_truncated(self) -> bool:
@@ -202,6 +214,26 @@ class Node:
 NO_ANSWER = Rollout((), (), "", "stop")
 
 
+def _last_call(nodes: Sequence[Node]) -> Rollout:
+    """The newest answer with tokens: nodes of context alone have no text."""
+    return next((node.answer for node in reversed(nodes) if node.answer.output_ids_T), nodes[-1].answer)
+
+
+def refuse_nodes(nodes: Sequence[Node]) -> None:
+    """Raise ValueError for nodes that are not an episode."""
+    if not nodes:
+        raise ValueError("an episode has at least one node")
+    for number, node in enumerate(nodes):
+        if node.parent not in (None, NEW_ROOT) and not 0 <= node.parent < number:
+            raise ValueError(
+                f"node {number} has the parent {node.parent}: it must be None, NEW_ROOT or an earlier node"
+            )
+        if node.parent == NEW_ROOT and not node.context_ids:
+            raise ValueError(f"node {number} has no context: that of a node of NEW_ROOT is its whole prompt")
+        if node.answer.nodes:
+            raise ValueError(f"the answer of node {number} is an episode: it must be one call")
+
+
 @dataclass(frozen=True)
 class GraderPart:
     """A grader that the metrics show by name: one inside a multi or a select, or the job's only one."""
@@ -239,30 +271,10 @@ class TopTokens:
     logprobs: "Tensor"  # float32 [T, k], at temperature 1
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Consecutive tokens of a branched episode, which see the prompt, the branches before them on their path, and
-    themselves."""
-
-    parent: int | None  # the index of an earlier branch; None: the prompt; NEW_ROOT: nothing
-    tokens: int
-
-
-@dataclass(frozen=True)
-class CallTokens:
-    """The place of one call of an episode in the tokens of a TrainingSequence."""
-
-    start: int
-    end: int
-    grammar_start: int  # as in Rollout, counted from `start`
-
-
-@dataclass(frozen=True)
-class AnswerPiece:
-    """The part of an episode that a TrainingSequence has, after its pack was divided."""
-
-    undivided: "TrainingSequence"
-    places: tuple[int, ...]  # of its trained tokens, among the trained tokens of the undivided one
+def input_tokens(branches: Sequence["Branch"]) -> list[int]:
+    """Of each branch, the tokens that are inputs: all but the last one of a path, which predicts nothing."""
+    parents = {branch.parent for branch in branches}
+    return [max(branch.tokens - (number not in parents), 0) for number, branch in enumerate(branches)]
 
 
 @dataclass(frozen=True)
@@ -287,9 +299,9 @@ class TrainingSequence:
     scores: tuple[float, ...] = ()
     top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
     key: "AnswerKey" = field(default=0, compare=False)  # of the Rollout
-    branches: tuple[Branch, ...] = ()  # of an episode with branches; empty: each token sees all before it
-    calls: tuple[CallTokens, ...] = ()  # of an episode; empty: all tokens are one call
-    piece: AnswerPiece | None = field(default=None, compare=False)  # None: it is whole
+    branches: "tuple[Branch, ...]" = ()  # of an episode with branches; empty: each token sees all before it
+    calls: "tuple[CallTokens, ...]" = ()  # of an episode; empty: all tokens are one call
+    piece: "AnswerPiece | None" = field(default=None, compare=False)  # None: it is whole
 
     @property
     def is_trained_T(self) -> tuple[bool, ...]:
@@ -302,13 +314,10 @@ class TrainingSequence:
 
     @property
     def read_tokens(self) -> int:
-        """Its tokens that are inputs: the last one of each path predicts nothing."""
+        """Its tokens that are inputs: see `input_tokens`."""
         if not self.branches:
-            return len(self.output_ids_T) - 1
-        parents = {branch.parent for branch in self.branches}
-        return sum(
-            max(branch.tokens - (number not in parents), 0) for number, branch in enumerate(self.branches)
-        )
+            return max(len(self.output_ids_T) - 1, 0)
+        return sum(input_tokens(self.branches))
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ class Resolved(Value):
     value_warmup_steps: int | None
     kl_warmup_steps: int
     # The most tokens of an episode of several calls, which follows from the job's tools. None: answers are one call.
-    max_episode_tokens: int | None = Field(default=None, exclude=True)
+    max_episode_tokens: int | None = None
 
     @property
     def longest_answer(self) -> int:

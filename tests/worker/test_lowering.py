@@ -393,6 +393,12 @@ class TestWhatIsLowered:
             PlanSizes(2048, 2 * GIB, True, True),
         ]
 
+    def test_is_no_budget_that_is_one_token_already(self) -> None:
+        divisible = Shortage("trainer", "", tokens=26, divisible=True)
+        smallest = PlanSizes(1, 0, sleeps=False, checkpointed=True)
+
+        assert lowered(smallest, divisible, SizeBounds(0, False, False)) is None
+
     def test_of_an_engine_that_does_not_fit_are_its_buffers_before_its_cache(self) -> None:
         large = replace(SIZES, has_smallest_engine=False)
         small = replace(large, has_smallest_engine=True)

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from worker.types import NO_ANSWER, Node, Rollout
+import pytest
+
+from worker.model.tree import sequence_of
+from worker.types import NEW_ROOT, NO_ANSWER, Node, ParsedAnswer, Rollout
 
 FIRST = Rollout(
     (5, 6, 7, 2), (-0.1, -0.2, -0.3, -0.4), "call", "stop", reasoning="5", reasoning_tokens=1, policy_step=3
@@ -51,3 +54,35 @@ def test_context_that_two_calls_share_adds_no_sampled_tokens() -> None:
     nodes = [Node(None, (30, 31), NO_ANSWER), Node(0, (), FIRST), Node(0, (), LAST)]
 
     assert Rollout.of_nodes(nodes).output_ids_T == (*FIRST.output_ids_T, *LAST.output_ids_T)
+
+
+def test_an_episode_that_ends_with_context_has_the_text_of_its_last_call() -> None:
+    read = replace(LAST, parsed=ParsedAnswer("42"), reasoning="8")
+    whole = Rollout.of_nodes([Node(None, (), FIRST), Node(0, (30,), read), Node(1, (31,), NO_ANSWER)])
+
+    assert (whole.text, whole.reasoning, whole.parsed) == ("42", "8", ParsedAnswer("42"))
+    assert whole.output_ids_T[whole.grammar_start :] == (9, 2)
+    assert whole.last_call is read
+    assert FIRST.last_call is FIRST
+
+
+@pytest.mark.parametrize(
+    ("nodes", "problem"),
+    [
+        ([], "at least one node"),
+        ([Node(1, (30,), FIRST), Node(None, (), LAST)], "node 0 has the parent 1"),
+        ([Node(0, (30,), FIRST)], "node 0 has the parent 0"),
+        ([Node(None, (), FIRST), Node(-2, (30,), LAST)], "node 1 has the parent -2"),
+        ([Node(NEW_ROOT, (), FIRST)], "node 0 has no context"),
+        ([Node(None, (), episode())], "the answer of node 0 is an episode"),
+    ],
+)
+def test_nodes_that_are_no_tree_are_refused(nodes: list[Node], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Rollout.of_nodes(nodes)
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_values_of_another_number_of_tokens_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"there are {count} values for 7 tokens"):
+        sequence_of(episode(), (0.5,) * count, 1.0)

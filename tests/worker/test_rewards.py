@@ -9,7 +9,7 @@ from worker.clock import Clock
 from worker.model.tool_calls import CallReader
 from worker.rollout.experience import Rewards
 from worker.sampling import Answer
-from worker.types import FinishReason, ParsedAnswer, Prompt, Rollout
+from worker.types import FinishReason, Node, ParsedAnswer, Prompt, Rollout
 
 
 class CountingGrader:
@@ -65,12 +65,16 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "time"}}]}
 
 
 def graded(text: str, item: Item, reason: FinishReason = "stop") -> tuple[Sample, Rollout]:
+    return graded_rollout(Rollout((1,), (-0.5,), text, reason), item)
+
+
+def graded_rollout(sampled: Rollout, item: Item) -> tuple[Sample, Rollout]:
     """The sample of one answer as its grader has it, and the rollout that is trained on and stored."""
     grader = RecordingGrader()
     rewards = Rewards(grader, call_reader=CallReader.of("hermes", tiny_tokenizer()))
 
     async def one() -> AsyncIterator[Answer]:
-        yield Answer(0, 0, Rollout((1,), (-0.5,), text, reason))
+        yield Answer(0, 0, sampled)
 
     [group] = asyncio.run(rewards.grade([Prompt(1, (1,), item)], one(), 1, Clock()))
     return grader.samples[0], group.rollouts_G[0]
@@ -101,6 +105,16 @@ def test_half_a_call_of_an_answer_that_was_cut_is_not_read() -> None:
 
     assert (sample.output_text, sample.output_tools) == (CALL, ())
     assert "cut at its limit" in sample.output_tools_error
+
+
+def test_the_calls_of_an_episode_that_a_limit_ended_are_those_of_its_last_answer() -> None:
+    last = Node(None, (), Rollout((1,), (-0.5,), CALL, "stop"))
+
+    sample, rollout = graded_rollout(Rollout.of_nodes([last], is_truncated=True), TOOLS)
+
+    assert (sample.output_text, sample.output_tools_error) == ("Hm. ", "")
+    assert [call["function"]["name"] for call in sample.output_tools] == ["time"]
+    assert (rollout.nodes, rollout.is_truncated) == ((last,), True)
 
 
 def test_a_row_without_tools_has_no_calls_whatever_the_answer_looks_like() -> None:

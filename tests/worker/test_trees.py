@@ -1,6 +1,7 @@
 """Episodes with branches: a tree of tokens teaches what its paths teach, each in a row of its own."""
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from core.jobs.hyperparameters import Resolved
 from core.registry import BaseModelEntry
-from graders.types import Grade
+from graders.types import Grade, StepScore
 from tests.tiny import WORDS, tiny_tokenizer
 from tests.worker.test_training import asked, packed_gradients, relative_difference
 from worker.model import batch, tree
@@ -23,8 +24,8 @@ from worker.model.attention import Layout, block_mask, visible
 from worker.model.batch import Tensors, answers_of, in_rows, micro_batches, tensors_of
 from worker.model.policy import Policy, Route, load_base
 from worker.training import grpo
-from worker.training.loss import Batch, KeptValues
-from worker.training.policy_loss import contribution_of, divisors
+from worker.training.loss import Batch, KeptValues, StepValues
+from worker.training.policy_loss import PolicyLoss, contribution_of, divisors, training_rewards
 from worker.training.teacher import PolicyTeacher
 from worker.types import NEW_ROOT, NO_ANSWER, Group, Node, Pack, Prompt, Rollout, TrainingSequence
 
@@ -534,6 +535,87 @@ class TestNormalization:
         share = contribution_of(VECTOR, settings, str)
 
         assert share.rewards_N == (1.0 - 0.75, 0.0)
+
+    def test_the_soft_penalty_does_not_count_forced_tokens(self) -> None:
+        settings = asked({"overlong": {"type": "soft", "buffer": 4}})
+        settings = settings.model_copy(update={"max_episode_tokens": 8})
+        forced = answer(20, 21, 22, grammar_start=2, forced=2)
+        episode = Rollout.of_nodes([Node(None, (), forced), Node(0, (30,), answer(40, 41, 42, 43))])
+
+        rewards_N = training_rewards(replace(VECTOR, rollouts_G=(episode, ALONE)), settings)
+
+        assert rewards_N == [1.0 + grpo.overlong_penalty(5, 8, 4), 0.0]
+
+    def test_steps_are_not_of_episodes(self) -> None:
+        steps = (StepScore(end=1, score=1.0), StepScore(end=2, score=0.0))
+        scored = replace(VECTOR, grades_G=(Grade(1.0, steps=steps), Grade(0.0, steps=steps)))
+
+        with pytest.raises(ValueError, match="train episodes with supervision 'outcome'"):
+            contribution_of(scored, asked({"supervision": "process"}), str)
+
+
+@pytest.mark.parametrize("forward", ["packed", "rows"])
+def test_the_advantages_of_an_episode_run_over_its_tokens_in_the_order_of_sampling(
+    make_policy: MakePolicy, forward: Any
+) -> None:
+    policy = make_policy(moved=True)
+    policy.use(Route(forward, "padded"))
+    settings = asked({"loss": {"type": "ppo", "gamma": 0.9, "gae_lambda": 0.8}})
+    loss = PolicyLoss(policy, settings)
+    episode = branched()
+    pack = pack_of(Group(VECTOR.prompt, (episode,), (Grade(1.0),)), settings)
+    [packs] = micro_batches([pack], 1, rows=forward == "rows")
+    one = Batch(packs)
+
+    loss.remember(one)
+    loss.reward_tokens([one], kl=0.0)
+
+    sampled = [token for token, own in zip(episode.output_ids_T, episode.is_sampled_T, strict=True) if own]
+    assert tensors_of(packs).target_M.tolist() == sampled
+    assert one.old_value is not None
+    assert one.advantage is not None
+    values = [*one.old_value.tolist(), 0.0]
+    deltas = [0.9 * after - value for value, after in itertools.pairwise(values)]
+    deltas[-1] += 1.0
+    expected = [
+        sum(0.72**later * delta for later, delta in enumerate(deltas[at:])) for at in range(len(deltas))
+    ]
+    assert one.advantage.tolist() == pytest.approx(expected)
+
+
+def test_the_watched_kl_is_of_all_paths_of_an_answer(make_policy: MakePolicy) -> None:
+    settings = asked({"loss": "gspo", "kl": 0.1})
+    pack = pack_of(Group(VECTOR.prompt, (branched(), ALONE), (Grade(1.0), Grade(0.0))), settings)
+    pack = replace(pack, sequences=pack.sequences[:1])
+    found = []
+    for forward in ("packed", "rows"):
+        policy = make_policy(moved=True)
+        policy.use(Route(forward, "padded"))
+        loss = PolicyLoss(policy, settings)
+        batches = [Batch(packs) for packs in micro_batches([pack], 1, rows=forward == "rows")]
+        for one in batches:
+            loss.remember(one)
+        found.append(loss.watched_kl(batches))
+
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_reported_values_of_an_episode_are_those_of_all_its_pieces(make_policy: MakePolicy) -> None:
+    settings = asked({"loss": "grpo"})
+    episode = branched()
+    pack = pack_of(Group(VECTOR.prompt, (episode, ALONE), (Grade(1.0), Grade(0.0))), settings)
+    found = []
+    for budget in (1000, 10):
+        loss = PolicyLoss(make_policy(moved=True), settings)
+        batches = [Batch(packs) for packs in micro_batches([pack], budget, couples_calls=False)]
+        for one in batches:
+            loss(one, StepValues())
+        found.append((len(batches), loss.token_values(batches, 1.0)[id(episode)]))
+
+    (_, whole), (count, divided) = found
+    assert count > 2
+    assert list(divided.logprobs_T) == pytest.approx(list(whole.logprobs_T), abs=1e-4)
+    assert list(divided.advantages_T) == list(whole.advantages_T)
 
 
 def test_a_teacher_reads_the_path_of_each_token(make_policy: MakePolicy) -> None:

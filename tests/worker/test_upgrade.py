@@ -17,12 +17,14 @@ from sqlalchemy import select
 
 from core.database.tables import Checkpoint, Job
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve, with_first_values
+from core.results.lineage import Parent
 from core.settings import Settings
 from graders.spec import parse_grader
 from tests.fakes import ExactGrader
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.assemble import assemble
+from worker.model.parent import continuing
 from worker.model.policy import Policy
 from worker.recording.checkpoints import FORMAT, JobCheckpoints, UnknownFormat
 from worker.rollout.experience import RolloutExperience
@@ -123,6 +125,7 @@ RESOLVED: dict[str, Any] = {
     "mini_batches": 1,
     "continue_in_flight": False,
     "kl_warmup_steps": 0,
+    "max_episode_tokens": None,
     "train": "lora",
     "prompt_order": "shuffled",
     **dict.fromkeys(
@@ -274,6 +277,16 @@ def test_a_hyperparameter_that_is_new_has_its_automatic_value() -> None:
     older = {name: value for name, value in RESOLVED.items() if name != "warmup_steps"}
 
     assert with_first_values(automatic(warmup_steps=3), older).warmup_steps == 3
+
+
+def test_a_job_keeps_the_longest_episode_in_a_resume_and_in_a_job_that_continues_it() -> None:
+    """The divisor of dr_grpo depends on it."""
+    first = automatic(max_episode_tokens=80)
+    template = {"chat_template": None, "chat_template_kwargs": None}
+    parent = Parent("ft:tiny", "ftjob-1", 1, "jobs/1/checkpoints/1", "tiny", template, train="full")
+
+    assert with_first_values(automatic(), first.model_dump()).longest_answer == 80
+    assert continuing(first, parent).longest_answer == 80
 
 
 def test_a_hyperparameter_that_is_gone_is_forgotten() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from worker.model import tree
 from worker.model.sizing import bucket
-from worker.types import Pack
+from worker.types import NEW_ROOT, Pack, Rollout
 from worker.types import TrainingSequence as Answer
 
 
@@ -52,7 +52,7 @@ def micro_batches(
         rows: split every pack, so that each row has one path of one answer.
         cost: split every pack as `cheapest_parts` does. None: only those above the budget.
         couples_answers: leave the answers of a pack in one batch, whatever the budget: a loss couples them.
-        couples_calls: leave the branches of an answer in one batch, whatever the budget.
+        couples_calls: leave the branches of an answer in one batch, whatever the budget and the memory.
     """
     batch: list[Pack] = []
     units = _units(packs, token_budget, rows, cost, couples_answers, couples_calls)
@@ -75,13 +75,12 @@ def _units(
     couples_calls: bool,
 ) -> Iterator[list[Pack]]:
     """The parts of packs that share a batch."""
+    if rows and not couples_answers:
+        yield from _row_units(packs, couples_calls)
+        return
     for pack in packs:
         if couples_answers:
             yield in_rows(pack) if rows else [pack]
-        elif rows:
-            for part in split(pack, 0):
-                row_each = in_rows(part)
-                yield from [row_each] if couples_calls else ([row] for row in row_each)
         else:
             whole = pack if couples_calls else _in_parts(pack, token_budget)
             divided = (
@@ -90,13 +89,42 @@ def _units(
             yield from ([part] for part in divided)
 
 
+def _row_units(packs: Sequence[Pack], couples_calls: bool) -> Iterator[list[Pack]]:
+    """Each row, or those of one answer with branches. They stay together if they are divided again."""
+    branched: dict[int, list[Pack]] = {}
+    for row in (row for pack in packs for row in in_rows(pack)):
+        piece = row.sequences[0].piece
+        if couples_calls and piece is not None:
+            branched.setdefault(id(piece.undivided), []).append(row)
+        else:
+            yield [row]
+    yield from branched.values()
+
+
 def in_rows(pack: Pack) -> list[Pack]:
     """Return a pack for each path of each answer, whose row needs no mask but a causal one."""
-    return [
-        Pack((), (replace(path, branches=()),)) if path.branches else Pack(pack.prompt_ids, (path,))
-        for answer in pack.sequences
-        for path in tree.paths(answer)
-    ]
+    return [_row(pack.prompt_ids, path) for answer in pack.sequences for path in tree.paths(answer)]
+
+
+def _row(prompt_ids: tuple[int, ...], path: Answer) -> Pack:
+    if not path.branches:
+        return Pack(prompt_ids, (path,))
+    parents = [branch.parent for branch in path.branches]
+    assert parents == [NEW_ROOT, *range(len(parents) - 1)], "a path is a chain"
+    return Pack((), (replace(path, branches=()),))
+
+
+def rows_read(prompt_ids: tuple[int, ...], rollout: Rollout) -> list[Pack]:
+    """Return the rows in which a teacher reads an answer; none if the answer has no tokens."""
+    if not rollout.output_ids_T:
+        return []
+    return in_rows(Pack(prompt_ids, (tree.read_sequence(rollout),)))
+
+
+def ids_of(row: Pack) -> tuple[int, ...]:
+    """Return the tokens of a row, with the last one, which is no input."""
+    [path] = row.sequences
+    return (*row.prompt_ids, *path.output_ids_T)
 
 
 def _in_parts(pack: Pack, token_budget: int) -> Pack:

@@ -190,7 +190,10 @@ def allowed(limits: SizeLimits, bounds: SizeBounds) -> SizeLimits:
 
 def lowered(sizes: PlanSizes, shortage: Shortage, bounds: SizeBounds) -> PlanSizes | None:
     """The sizes with which the work is tried again. None: nothing is left to lower."""
-    smaller_batches = replace(sizes, token_budget=_half(sizes, shortage)) if shortage.divisible else None
+    half = _half(sizes, shortage)
+    smaller_batches = (
+        replace(sizes, token_budget=half) if shortage.divisible and half < sizes.token_budget else None
+    )
     helps = shortage.place == "sampler" or (bounds.is_beside and not sizes.sleeps)
     cache = smaller_cache(sizes.cache_bytes, bounds.least_cache) if helps else None
     with_less_cache = None

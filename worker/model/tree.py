@@ -7,11 +7,15 @@ the trainer has each token once:
     0 1 2 3 4 5 6 7 8 3      positions follow the path, and each token attends to those on its path only
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress
+from itertools import accumulate, chain, pairwise
+from typing import TypeVar
 
-from worker.types import NEW_ROOT, AnswerPiece, Branch, CallTokens, Node, Rollout, TrainingSequence
+from worker.branches import AnswerPiece, Branch, CallTokens
+from worker.types import NEW_ROOT, Node, Rollout, TrainingSequence, input_tokens
+
+Value = TypeVar("Value")
 
 
 def sequence_of(
@@ -22,6 +26,9 @@ def sequence_of(
     Args:
         advantages_T: one for each of `rollout.output_ids_T`.
         learns_forced: train on forced tokens too.
+
+    Raises:
+        ValueError: an episode has not as many tokens.
     """
     if not rollout.nodes:
         return TrainingSequence(
@@ -46,21 +53,25 @@ def sequence_of(
         learned += (*(False,) * context, *((True,) * output if learns_forced else answer.is_sampled_T))
         calls.append(CallTokens(len(ids) - output, len(ids), answer.grammar_start))
 
-    def spread(values_T: Sequence[float]) -> tuple[float, ...]:
-        values = iter(values_T)
-        return tuple(next(values) if own else 0.0 for own in is_output)
-
     return TrainingSequence(
         tuple(ids),
-        spread(rollout.logprobs_T),
-        spread(advantages_T),
+        _spread(rollout.logprobs_T, is_output),
+        _spread(advantages_T, is_output),
         weight,
         learned_T=tuple(learned),
-        teacher_T=spread(rollout.teacher_T) if rollout.teacher_T else (),
+        teacher_T=_spread(rollout.teacher_T, is_output) if rollout.teacher_T else (),
         key=id(rollout),
         branches=_branches(rollout.nodes),
         calls=tuple(calls),
     )
+
+
+def _spread(values_T: Sequence[float], is_output: Sequence[bool]) -> tuple[float, ...]:
+    """The values at the tokens of calls, and 0 at context."""
+    if len(values_T) != sum(is_output):
+        raise ValueError(f"there are {len(values_T)} values for {sum(is_output)} tokens")
+    values = iter(values_T)
+    return tuple(next(values) if own else 0.0 for own in is_output)
 
 
 def read_sequence(rollout: Rollout) -> TrainingSequence:
@@ -97,12 +108,11 @@ def placed(sequence: TrainingSequence) -> list[PlacedBranch]:
     """Return the branches of a sequence in the order of its tokens."""
     branches = sequence.branches or (Branch(None, len(sequence.output_ids_T)),)
     number, until = _depth_first(branches)
-    parents = {branch.parent for branch in branches}
     found: list[PlacedBranch] = []
     last: list[int | None] = []  # of each branch, the last input on its path
     token, read = 0, 0
-    for at, branch in enumerate(branches):
-        inputs = range(token, token + max(branch.tokens - (at not in parents), 0))
+    for at, (branch, own) in enumerate(zip(branches, input_tokens(branches), strict=True)):
+        inputs = range(token, token + own)
         sees_prompt, position, before = branch.parent is None, 0, None
         if branch.parent is not None and branch.parent != NEW_ROOT:
             parent = found[branch.parent]
@@ -135,39 +145,64 @@ def _depth_first(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
 
 
 def paths(sequence: TrainingSequence) -> list[TrainingSequence]:
-    """Return a sequence without branches for each path from the prompt to a leaf. Each token is learned in one of them.
+    """Return a sequence for each path to a leaf on which a token is learned. Each token is learned in one of them.
 
-    Paths that do not see the prompt have one branch, of NEW_ROOT.
+    Their branches are a chain. Only those of a path of NEW_ROOT are named, which does not see the prompt.
     """
-    return parts(sequence, 0)
+    if not sequence.branches:
+        return [sequence]
+    return _pieces(sequence, _leaf_paths(sequence.branches))
 
 
 def parts(sequence: TrainingSequence, room: int) -> list[TrainingSequence]:
-    """Cut an episode between subtrees, if it has more than `room` tokens. Each part has the whole paths to its tokens.
+    """Cut an episode between subtrees, if it has more than `room` inputs. Each part has the whole paths to its tokens.
 
-    Each token is learned in one part. A part has at most `room` tokens, or one path.
+    Each token is learned in one part. A part has at most `room` inputs, or one path.
     """
     if not sequence.branches or sequence.read_tokens <= room:
         return [sequence]
-    return [piece for piece in _pieces(sequence, room) if any(piece.learned_T)]
+    return _pieces(sequence, _filled(sequence.branches, room))
 
 
-def _pieces(sequence: TrainingSequence, room: int) -> Iterator[TrainingSequence]:
+def row_tokens(sequence: TrainingSequence, prompt: int) -> int:
+    """Return the inputs of the rows of `paths`, with the prompt of as many tokens in each row that sees it."""
+    if not sequence.branches:
+        return prompt + sequence.read_tokens
     branches = sequence.branches
+    trained = [len(numbers) for _, numbers in _spans(sequence)]
+    seen: set[int] = set()
+    count = 0
+    for path in _leaf_paths(branches):
+        if any(trained[at] for at in path if at not in seen):
+            sees_prompt = branches[path[0]].parent is None
+            count += (prompt if sees_prompt else 0) + sum(branches[at].tokens for at in path) - 1
+        seen.update(path)
+    return count
+
+
+def _leaf_paths(branches: Sequence[Branch]) -> Iterator[list[int]]:
+    """Yield for each leaf, depth first, the branches from the root to it."""
     number, _ = _depth_first(branches)
     parents = {branch.parent for branch in branches}
-    leaves = sorted((at for at in range(len(branches)) if at not in parents), key=lambda at: number[at])
-    learned: set[int] = set()  # the branches of the pieces before
-    included: set[int] = set()  # the branches of this piece, which has `ends` leaves
-    ends = 0
-    for leaf in leaves:
-        path = {leaf, *_ancestors(branches, leaf)}
-        if included and sum(branches[at].tokens for at in included | path) - ends - 1 > room:
-            yield _piece(sequence, included, learned)
-            learned |= included
-            included, ends = set(), 0
-        included, ends = included | path, ends + 1
-    yield _piece(sequence, included, learned)
+    for leaf in sorted((at for at in range(len(branches)) if at not in parents), key=number.__getitem__):
+        yield [*reversed([leaf, *_ancestors(branches, leaf)])]
+
+
+def _filled(branches: Sequence[Branch], room: int) -> Iterator[list[int]]:
+    """Yield the branches of each part: those of as many paths as have at most `room` inputs, or of one path."""
+    tokens = input_tokens(branches)
+    included: set[int] = set()
+    used = 0
+    for path in _leaf_paths(branches):
+        added = [at for at in path if at not in included]
+        more = sum(tokens[at] for at in added)
+        if included and used + more > room:
+            yield sorted(included)
+            included, used = set(), 0
+            added, more = path, sum(tokens[at] for at in path)
+        included.update(added)
+        used += more
+    yield sorted(included)
 
 
 def _ancestors(branches: Sequence[Branch], at: int) -> Iterator[int]:
@@ -176,35 +211,67 @@ def _ancestors(branches: Sequence[Branch], at: int) -> Iterator[int]:
         at = parent
 
 
-def _piece(sequence: TrainingSequence, included: set[int], learned: set[int]) -> TrainingSequence:
-    """The tokens of the branches `included`. Those of the branches `learned` are learned in another piece."""
-    kept = sorted(included)
-    renumbered = {at: number for number, at in enumerate(kept)}
+def _spans(sequence: TrainingSequence) -> list[tuple[slice, range]]:
+    """Return for each branch its tokens, and their places among the trained tokens of the sequence."""
+    ends = list(accumulate((branch.tokens for branch in sequence.branches), initial=0))
+    numbers = list(accumulate(sequence.is_trained_T, initial=0))
+    return [(slice(first, end), range(numbers[first], numbers[end])) for first, end in pairwise(ends)]
+
+
+def _pieces(sequence: TrainingSequence, divided: Iterable[Sequence[int]]) -> list[TrainingSequence]:
+    """Return for each selection of branches a sequence with their tokens, without those that learn no token.
+
+    A branch is learned in the first piece that has it.
+    """
+    spans, is_trained_T, outer = _spans(sequence), sequence.is_trained_T, sequence.piece
+    seen: set[int] = set()
+    pieces = []
+    for included in divided:
+        new = [at for at in included if at not in seen]
+        seen.update(new)
+        places = tuple(chain.from_iterable(spans[at][1] for at in new))
+        if not places:
+            continue
+        if outer is not None:
+            places = tuple(outer.places[place] for place in places)
+        undivided = sequence if outer is None else outer.undivided
+        learned = set(new)
+        piece = _selected(sequence, included, [spans[at][0] for at in included])
+        learned_T = (
+            is_trained_T[spans[at][0]] if at in learned else (False,) * sequence.branches[at].tokens
+            for at in included
+        )
+        pieces.append(
+            replace(
+                piece,
+                learned_T=tuple(chain.from_iterable(learned_T)),
+                piece=AnswerPiece(undivided, places),
+            )
+        )
+    return pieces
+
+
+def _selected(
+    sequence: TrainingSequence, included: Sequence[int], spans: Sequence[slice]
+) -> TrainingSequence:
+    """The tokens of the branches `included`, which are `spans` of those of the sequence."""
+    renumbered = {at: number for number, at in enumerate(included)}
     branches = tuple(
         Branch(renumbered.get(parent, parent), tokens)  # type: ignore[arg-type]  # None and NEW_ROOT stay
-        for parent, tokens in ((sequence.branches[at].parent, sequence.branches[at].tokens) for at in kept)
+        for parent, tokens in (
+            (sequence.branches[at].parent, sequence.branches[at].tokens) for at in included
+        )
     )
-    ends = list(accumulate(branch.tokens for branch in sequence.branches))
-    of_whole = [
-        (place, at in learned)
-        for at in kept
-        for place in range(ends[at] - sequence.branches[at].tokens, ends[at])
-    ]
-    is_trained_T = sequence.is_trained_T
-    numbers = list(accumulate(is_trained_T, initial=0))
-    learned_T = tuple(is_trained_T[place] and not elsewhere for place, elsewhere in of_whole)
-    places = tuple(numbers[place] for place in compress((place for place, _ in of_whole), learned_T))
-    outer = sequence.piece
+
+    def selected(values_T: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(chain.from_iterable(values_T[span] for span in spans)) if values_T else ()
+
     return replace(
         sequence,
-        output_ids_T=tuple(sequence.output_ids_T[place] for place, _ in of_whole),
-        logprobs_T=tuple(sequence.logprobs_T[place] for place, _ in of_whole),
-        advantages_T=tuple(sequence.advantages_T[place] for place, _ in of_whole),
-        teacher_T=tuple(sequence.teacher_T[place] for place, _ in of_whole) if sequence.teacher_T else (),
-        learned_T=learned_T,
+        output_ids_T=selected(sequence.output_ids_T),
+        logprobs_T=selected(sequence.logprobs_T),
+        advantages_T=selected(sequence.advantages_T),
+        teacher_T=selected(sequence.teacher_T),
         branches=() if _is_chain(branches) else branches,
         calls=(),
-        piece=AnswerPiece(sequence, places)
-        if outer is None
-        else AnswerPiece(outer.undivided, tuple(outer.places[place] for place in places)),
     )

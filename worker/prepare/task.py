@@ -74,7 +74,7 @@ def prepare_task(
     refuse_what_is_not_sampled(job, base, resolved, tokenizer, schema)
     prompt = max(len(prompt.ids) for prompt in [*train, *valid])
     episodes = episode_limits(job, base.entry.context, prompt, resolved.max_completion_tokens)
-    if episodes is not None:
+    if episodes is not None and resolved.max_episode_tokens is None:  # a resumed job has it
         longest = min(episodes.calls * resolved.max_completion_tokens, base.entry.context)
         resolved = resolved.model_copy(update={"max_episode_tokens": longest})
     workload = sizing.workload(

@@ -5,9 +5,10 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from graders.types import Grade, TokenUsage
+from graders.types import ErrorKind, Grade, TokenUsage
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
+from worker.model.batch import ids_of, rows_read
 from worker.recording import divergence
 from worker.sampling import Answer
 from worker.training.teacher import Teacher
@@ -66,13 +67,20 @@ class TeacherRewards:
             replace(rollout, teacher_T=teacher_T)
             for rollout, teacher_T in zip(rollouts_G, logprobs_G, strict=True)
         )
-        grades_G = (Grade(_score(rollout), usage=self._usage(prompt, rollout)) for rollout in answered_G)
+        grades_G = (_grade(rollout, self._usage(prompt, rollout)) for rollout in answered_G)
         return Group(prompt, answered_G, tuple(grades_G))
 
     def _usage(self, prompt: Prompt, rollout: Rollout) -> dict[str, TokenUsage]:
         if self.paid is None:
             return {}
-        return {self.paid: TokenUsage(len(prompt.ids) + len(rollout.output_ids_T), 1, 0)}
+        rows = rows_read(prompt.ids, rollout)
+        return {self.paid: TokenUsage(sum(len(ids_of(row)) for row in rows), len(rows))}
+
+
+def _grade(rollout: Rollout, usage: dict[str, TokenUsage]) -> Grade:
+    if not rollout.output_ids_T:
+        return Grade(None, "the policy sampled no token", ErrorKind.other_error, usage=usage)
+    return Grade(_score(rollout), usage=usage)
 
 
 def _score(rollout: Rollout) -> float:

@@ -25,8 +25,7 @@ from graders.judge.judges import JudgeModel
 from graders.judge.usage import TokenLedger
 from graders.template import quoted
 from graders.types import TokenUsage
-from worker.model.batch import in_rows
-from worker.model.tree import read_sequence
+from worker.model.batch import ids_of, rows_read
 from worker.refusals import ModelUnavailable, UserMistake
 from worker.types import Pack, Prompt, Rollout, TopTokens, TrainingSequence
 
@@ -85,11 +84,10 @@ class ServedTeacher:
         if temperature != 1:
             raise ValueError(f"a server gives log-probabilities at temperature 1, not {temperature}")
         rows_PG = [
-            [in_rows(Pack(prompt.ids, (read_sequence(rollout),))) for rollout in rollouts_G]
-            for prompt, rollouts_G in answers_P
+            [rows_read(prompt.ids, rollout) for rollout in rollouts_G] for prompt, rollouts_G in answers_P
         ]
         rows = [row for rows_G in rows_PG for rows_of_one in rows_G for row in rows_of_one]
-        echoes = iter(self._read_all([(*row.prompt_ids, *row.sequences[0].output_ids_T) for row in rows]))
+        echoes = iter(self._read_all([ids_of(row) for row in rows]))
         return [[_of_rows(rows, [next(echoes) for _ in rows]) for rows in rows_G] for rows_G in rows_PG]
 
     def with_top(self, packs: Sequence[Pack], top_k: int) -> list[Pack]:

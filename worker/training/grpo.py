@@ -292,7 +292,8 @@ def loss(
 ) -> Tensor:
     """The part of the step's loss that these tokens make, to be minimised: micro-batches simply add up.
 
-    All tensors are flat, one entry a token; no answer is in two micro-batches. `bounds` are those of the ratio.
+    All tensors are flat, one entry a token. `bounds` are those of the ratio. For "gspo" and "rloo" no answer is in two
+    micro-batches; the other losses are sums over tokens, so the branches of an episode may be.
     `kl` is the paper's beta and needs the estimator and `ref_logp`.
     """
     log_ratio = logp - old_logp

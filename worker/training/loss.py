@@ -258,7 +258,9 @@ class Loss(ABC):
     """
 
     couples_answers: ClassVar[bool] = True  # whether the answers of a pack have to be in one micro-batch
-    couples_calls = True  # whether all branches of an answer have to be in one micro-batch
+    # Whether all branches of an answer have to be in one micro-batch. It cannot be divided then, so the memory of the
+    # longest episode has to be there.
+    couples_calls = True
 
     def __init__(self, policy: Policy, *, has_reference: bool) -> None:
         self.policy = policy

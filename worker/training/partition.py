@@ -8,6 +8,7 @@ between answers, and its prompt is computed once more on each rank that has a pa
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from worker.model.tree import row_tokens
 from worker.types import Pack
 from worker.types import TrainingSequence as Answer
 
@@ -28,7 +29,7 @@ def deal(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[
     are better where they happen to fill the ranks evenly.
 
     Args:
-        rows: each answer is computed in a separate row, with its prompt.
+        rows: each path of an answer is computed in a separate row, with its prompt.
     """
     if not packs:
         return [[] for _ in range(ranks)]
@@ -63,18 +64,37 @@ def _whole_packs(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_RankSha
 
 
 def _tokens(pack: Pack, rows: bool) -> int:
-    prompts = len(pack.sequences) if rows else 1
-    return prompts * len(pack.prompt_ids) + sum(map(_cost, pack.sequences))
+    if rows:
+        return sum(row_tokens(answer, len(pack.prompt_ids)) for answer in pack.sequences)
+    return len(pack.prompt_ids) + sum(answer.read_tokens for answer in pack.sequences)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """The answers of a pack, longest first."""
+
+    pack: Pack
+    prompt: int  # tokens that a rank computes before its first answer of the pack
+    answers: list[tuple[int, Answer]]  # with the tokens that are computed for each, in rows with its prompts
+
+    @classmethod
+    def of(cls, pack: Pack, rows: bool) -> "_Costs":
+        prompt = len(pack.prompt_ids)
+        costs = [
+            (row_tokens(answer, prompt) if rows else answer.read_tokens, answer) for answer in pack.sequences
+        ]
+        return cls(pack, 0 if rows else prompt, sorted(costs, key=lambda cost: cost[0], reverse=True))
 
 
 def _fit(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_RankShare]:
-    total = sum(_tokens(pack, rows) for pack in packs)
-    low, high = -(-sum(_cost(answer) for pack in packs for answer in pack.sequences) // ranks), total
-    best = _fill(packs, 1, high, rows)
+    high = sum(_tokens(pack, rows) for pack in packs)
+    low = -(-sum(answer.read_tokens for pack in packs for answer in pack.sequences) // ranks)
+    costs = [_Costs.of(pack, rows) for pack in packs]
+    best = _fill(costs, 1, high)
     assert best is not None, "one rank holds everything"
     while low < high:
         capacity = (low + high) // 2
-        shares = _fill(packs, ranks, capacity, rows)
+        shares = _fill(costs, ranks, capacity)
         if shares is None:
             low = capacity + 1
         else:
@@ -82,33 +102,27 @@ def _fit(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_RankShare]:
     return best
 
 
-def _fill(packs: Sequence[Pack], ranks: int, capacity: int, rows: bool) -> list[_RankShare] | None:
+def _fill(packs: Sequence[_Costs], ranks: int, capacity: int) -> list[_RankShare] | None:
     """Fill ranks of this capacity one after the other, with the longest answer that fits; None: they do not suffice."""
     shares = [_RankShare()]
-    for pack in packs:
-        prompt = len(pack.prompt_ids)
-        left = sorted(pack.sequences, key=_cost, reverse=True)
+    for costs in packs:
+        left = [*costs.answers]
         begun = False  # whether the last rank has a part of this pack
         while left:
             share = shares[-1]
-            again = 0 if begun and not rows else prompt
+            again = 0 if begun else costs.prompt
             room = capacity - share.tokens - again
-            fits = next((number for number, answer in enumerate(left) if _cost(answer) <= room), None)
+            fits = next((number for number, (tokens, _) in enumerate(left) if tokens <= room), None)
             if fits is None:
                 if not share.packs or len(shares) == ranks:
                     return None
                 shares.append(_RankShare())
                 begun = False
                 continue
-            answer = left.pop(fits)
+            tokens, answer = left.pop(fits)
             if not begun:
-                share.packs.append((pack.prompt_ids, []))
+                share.packs.append((costs.pack.prompt_ids, []))
                 begun = True
             share.packs[-1][1].append(answer)
-            share.tokens += again + _cost(answer)
+            share.tokens += again + tokens
     return shares
-
-
-def _cost(answer: Answer) -> int:
-    """The tokens that are computed for an answer."""
-    return answer.read_tokens

@@ -254,13 +254,17 @@ def _shaped(rollout: Rollout, reward: float | None, settings: Resolved) -> float
     """Return the training reward. Reports show the grader's own reward."""
     if reward is None or settings.overlong_buffer is None:
         return reward
-    length, longest = len(rollout.output_ids_T), settings.longest_answer
+    # Of an episode only sampled tokens are limited, which tokens that close a thought at its budget are not.
+    length = rollout.sampled_tokens if rollout.nodes else len(rollout.output_ids_T)
+    longest = settings.longest_answer
     return reward + grpo.overlong_penalty(length, longest, settings.overlong_buffer)
 
 
 def _by_step(
     rollout: Rollout, steps_J: Sequence[float], ends_J: Sequence[int], decode: Decode
 ) -> tuple[float, ...]:
+    if len(rollout.nodes) > 1:
+        raise ValueError("steps are of the text of one call: train episodes with supervision 'outcome'")
     ends_J = ends_in_text(ends_J, rollout.content, rollout.text)
     ends = token_ends(rollout.output_ids_T, rollout.text, ends_J, decode)
     return tuple(grpo.process_advantages(steps_J, ends, len(rollout.output_ids_T)))
@@ -420,7 +424,8 @@ class PolicyLoss(Loss):
         return {key: TokenValues(*values.numpy()) for key, values in found.items()}
 
     def watched_kl(self, batches: Sequence[Batch]) -> float | None:
-        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
+        """Estimate the KL of the sampling policy for monitoring, from one forward pass: of the first pack, or of the
+        rows of the first answer.
 
         Not during sampling, because the reference is the same model with its adapter disabled.
 
@@ -429,7 +434,7 @@ class PolicyLoss(Loss):
         """
         if not batches or (self.reference is None and not self.policy.has_base):
             return None
-        batch = Batch(batches[0].packs[:1], is_filler=batches[0].is_filler)
+        batch = Batch(_first_whole(batches[0].packs), is_filler=batches[0].is_filler)
         ref_logp = self._reference_logprobs(self._tensors(batch))
         KeptValues.of(batches[:1]).restore([batch])
         assert batch.old_logp is not None
@@ -484,6 +489,12 @@ class PolicyLoss(Loss):
             self.keep_output(batch, hidden)
         value_M = None if self.value_head is None else self.value_head(hidden)
         return *logprobs_and_entropy(self.policy, hidden, tensors, self.settings.temperature), value_M
+
+
+def _first_whole(packs: Sequence[Pack]) -> list[Pack]:
+    """The first pack of a micro-batch, with the other rows of its answers."""
+    first = {id(answer.undivided) for answer in answers_of(packs[:1])}
+    return [pack for pack in packs if any(id(answer.undivided) in first for answer in answers_of([pack]))]
 
 
 def _gap_sums(old_M: Tensor, sampled_M: Tensor) -> GradientSums:

@@ -15,6 +15,9 @@ def gae(reward_M: Tensor, value_M: Tensor, answer_M: Tensor, gamma: float, lam: 
 
     delta_t = r_t + gamma V_{t+1} - V_t, where V after the end of an answer is 0, and A_t = delta_t + gamma lam A_{t+1}.
     The return of a token is A_t + V_t.
+
+    An episode is one series of actions in the order of sampling, in all its branches: t + 1 is the token that was
+    sampled next, and its value is of the path that the policy read then. The reward is at the last sampled token.
     """
     value_M = value_M.double()
     next_M = torch.zeros_like(value_M)

@@ -67,8 +67,9 @@ class PolicyTeacher:
         policy = self.policy
         sequences_PG = [[read_sequence(rollout) for rollout in rollouts_G] for _, rollouts_G in answers_P]
         packs = [
-            Pack(prompt.ids, tuple(sequences_G))
+            Pack(prompt.ids, read_G)
             for (prompt, _), sequences_G in zip(answers_P, sequences_PG, strict=True)
+            if (read_G := tuple(sequence for sequence in sequences_G if sequence.trained_tokens))
         ]
         # Micro-batches order packs by length and divide them between answers, which stay the same objects.
         found: dict[int, tuple[float, ...]] = {}
@@ -83,4 +84,4 @@ class PolicyTeacher:
                     found[id(answer.undivided)] = tuple(flat_M[at : at + answer.tokens])
                     at += answer.tokens
                 self.beat()
-        return [[found[id(sequence)] for sequence in sequences_G] for sequences_G in sequences_PG]
+        return [[found.get(id(sequence), ()) for sequence in sequences_G] for sequences_G in sequences_PG]

@@ -4,7 +4,8 @@ Sources: the reward is DeepSeekMath's (arXiv 2402.03300, eq. 2); the advantages 
 REINFORCE++ (arXiv 2501.03262v9).
 
 Everything here is in float64 and has no gradient. Tensors are flat, one entry for each trained token; `answer_M`
-numbers the answers from 0 without gaps, and the tokens of an answer follow one another.
+numbers the answers from 0 without gaps, and the tokens of an answer follow one another in the order of sampling, those
+of an episode in all its branches.
 """
 
 import math
