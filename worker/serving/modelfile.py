@@ -4,7 +4,7 @@ Ollama's templates are Go's, and no program translates Jinja into them. But some
 each message, and rendering a few chats shows these texts. A template that does more is left out, with the reason.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -165,7 +165,7 @@ def _with_spaces(texts: FixedTexts, render: Render) -> FixedTexts:
     raise NotWritten("the chat template changes the text of messages")
 
 
-def _differs(texts: FixedTexts, render: Render, chats: Sequence[list[Message]]) -> bool:
+def _differs(texts: FixedTexts, render: Render, chats: Iterable[list[Message]]) -> bool:
     return any(texts.render(chat) != render(chat, True, None) for chat in chats)
 
 
