@@ -1,5 +1,7 @@
 """Free disk space of the database and the blobs."""
 
+import errno
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -82,6 +84,13 @@ def writing_to(folder: Path, setting: str, needed: int | None = None) -> Iterato
         if outage(cause) is not Resource.DISK or isinstance(cause, NoRoom):
             raise
         raise NoRoom(cause, folder, setting, needed) from cause
+
+
+def require_room(folder: Path, setting: str, needed: int) -> None:
+    """Raise NoRoom if files of `needed` bytes do not fit on the disk of `folder`, as `writing_to` describes them."""
+    usage = shutil.disk_usage(_existing(folder) or Path("/"))
+    if needed > usage.free:
+        raise NoRoom(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, setting, needed)
 
 
 class Disks:

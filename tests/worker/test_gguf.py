@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
@@ -19,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from tests import llama_cpp
 from tests.byte_level import PRE_TOKENIZERS, byte_level_tokenizer, gpt2
-from worker.refusals import UnsupportedModel
+from worker.refusals import InvalidModel, UnsupportedModel
 from worker.serving.export import WeightType
 from worker.serving.gguf_architectures import FAMILIES, Architecture
-from worker.serving.gguf_files import read_pairs, write_adapter, write_model, written
+from worker.serving.gguf_files import Origin, Pair, read_pairs, write_adapter, write_model, written
 from worker.serving.gguf_vocabulary import pre_tokenizer_of
 
 SIZE = 600
@@ -50,12 +52,13 @@ LLAMA3_ROPE = {
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama 3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
-    "llama with biases": ("llama", {"attention_bias": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "smollm3": ("smollm3", {}),
 }
+ORIGIN = Origin("tuned", "tiny", "someone/tiny")
 LARGEST_DIFFERENCE = 0.02  # of a log-probability, in nats
 
 
@@ -111,11 +114,11 @@ def largest_difference(file: llama_cpp.LlamaCpp, model: Any, prompts: Sequence[l
 
 
 def write(
-    folder: Path, config: Any, tokenizer: PreTrainedTokenizerFast, weights: WeightType, pairs: Any
+    folder: Path, config: Any, tokenizer: PreTrainedTokenizerFast, weight_type: WeightType, pairs: Any
 ) -> Path:
     tokenizer.save_pretrained(folder)
-    file = folder / f"{weights}-{len(pairs)}.gguf"
-    write_model(file, weights, folder, config, folder, tokenizer, pairs)
+    file = folder / f"{weight_type}-{len(pairs)}.gguf"
+    write_model(file, weight_type, folder, config, folder, tokenizer, pairs, ORIGIN)
     return file
 
 
@@ -129,7 +132,7 @@ def test_llama_cpp_computes_what_transformers_does_with_the_adapter_beside_the_b
     pairs = read_pairs(tmp_path / "adapter")
     base = write(tmp_path, config, tokenizer, "f16", {})
     merged = write(tmp_path, config, tokenizer, "f16", pairs)
-    write_adapter(tmp_path / "adapter.gguf", config, pairs)
+    write_adapter(tmp_path / "adapter.gguf", config, pairs, ORIGIN)
     draw = random.Random(0)
     prompts = [[draw.randrange(3, SIZE) for _ in range(length)] for length in (2, 5, 9, 17, 33, 40, 65, 90)]
 
@@ -221,6 +224,81 @@ def test_an_option_without_a_tested_mapping_is_refused_by_name(options: Any, rea
         Architecture(config_of("llama", **options))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("qwen2", {"rope_parameters": LLAMA3_ROPE}, "type 'llama3', and not 'default'"),
+        ("qwen3", {"rope_parameters": LLAMA3_ROPE}, "type 'llama3', and not 'default'"),
+        ("smollm3", {"rope_parameters": LLAMA3_ROPE}, "type 'llama3', and not 'default'"),
+        ("qwen3", {"attention_bias": True}, r"biases \(attention_bias\)"),
+        ("smollm3", {"attention_bias": True}, r"biases \(attention_bias\)"),
+        ("smollm3", {"mlp_bias": True}, r"biases \(mlp_bias\)"),
+    ],
+)
+def test_an_option_that_llama_cpp_reads_for_other_architectures_only_is_refused(
+    name: str, options: Any, reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        Architecture(config_of(name, **options))
+
+
+def test_an_adapter_of_a_head_that_is_tied_to_the_embeddings_is_refused(tmp_path: Path) -> None:
+    config = config_of("llama")
+    make_model(tmp_path, config)
+    tokenizer = byte_level_tokenizer(PRE_TOKENIZERS["qwen2"], size=SIZE)
+    pairs = {"lm_head.weight": Pair(torch.zeros(4, 64), torch.zeros(SIZE + 8, 4), 1.0)}
+
+    with pytest.raises(UnsupportedModel, match=r"changes lm_head\.weight, which the model shares"):
+        write_adapter(tmp_path / "adapter.gguf", config, pairs, ORIGIN)
+    with pytest.raises(UnsupportedModel, match=r"changes lm_head\.weight, which the model shares"):
+        write(tmp_path, config, tokenizer, "f16", pairs)
+
+
+@pytest.mark.parametrize("layer", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused_by_name(layer: str, value: float, tmp_path: Path) -> None:
+    config = config_of("qwen3", num_hidden_layers=1)
+    model = make_model(tmp_path, config)
+    model.state_dict()[layer].view(-1)[0] = value
+    model.save_pretrained(tmp_path)
+
+    with pytest.raises(InvalidModel, match=rf"weight {layer} has values that are not finite"):
+        write(tmp_path, config, byte_level_tokenizer(PRE_TOKENIZERS["qwen2"], size=SIZE), "q8_0", {})
+
+
+def test_an_adapter_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    pairs = {name: Pair(torch.zeros(4, 64), torch.full((96, 4), torch.nan), 1.0)}
+
+    with pytest.raises(InvalidModel, match=f"weight {name} has values that are not finite"):
+        write_adapter(tmp_path / "adapter.gguf", config_of("llama"), pairs, ORIGIN)
+
+
+@pytest.mark.parametrize(("weight_type", "is_written"), [("f16", False), ("q8_0", True)])
+def test_the_largest_value_is_that_of_the_type_in_the_file(
+    weight_type: WeightType, is_written: bool, tmp_path: Path
+) -> None:
+    """8-bit blocks have a scale in 16 bits, and values up to 127 times as large."""
+    config = config_of("qwen3", num_hidden_layers=1)
+    model = make_model(tmp_path, config)
+    model.state_dict()["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
+    model.save_pretrained(tmp_path)
+    tokenizer = byte_level_tokenizer(PRE_TOKENIZERS["qwen2"], size=SIZE)
+
+    with nullcontext() if is_written else pytest.raises(InvalidModel, match="F16 of GGUF cannot hold"):
+        assert write(tmp_path, config, tokenizer, weight_type, {}).exists()
+
+
+def test_the_file_names_itself_and_its_base_model(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter.gguf", config_of("llama"), {}, ORIGIN)
+
+    fields = gguf.GGUFReader(tmp_path / "adapter.gguf").fields
+    found = [
+        fields[f"general.{key}"].contents() for key in ("name", "base_model.0.name", "base_model.0.repo_url")
+    ]
+    assert found == ["tuned", "tiny", "https://huggingface.co/someone/tiny"]
+
+
 def test_attention_with_windows_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="qwen2: its attention has a window"):
         Architecture(config_of("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1))
@@ -255,6 +333,48 @@ def test_a_tokenizer_of_whole_words_or_with_a_normalizer_is_refused() -> None:
     tokenizer.backend_tokenizer.model = WordLevel({"a": 0}, unk_token="a")
     with pytest.raises(UnsupportedModel, match=r"WordLevel.*gguf-adapter"):
         pre_tokenizer_of(described(tokenizer))
+
+
+@pytest.mark.parametrize("option", ["lstrip", "rstrip", "single_word"])
+def test_an_added_token_that_takes_spaces_or_whole_words_is_refused_by_name(option: str) -> None:
+    tokenizer = byte_level_tokenizer(gpt2())
+    tokenizer.backend_tokenizer.add_tokens([AddedToken("<s>", **{option: True})])
+
+    with pytest.raises(UnsupportedModel, match=f"its token <s> has the option {option}"):
+        pre_tokenizer_of(described(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("continuing_subword_prefix", "##"), ("end_of_word_suffix", "</w>"), ("dropout", 0.1)],
+)
+def test_an_option_of_bpe_that_gguf_has_no_field_for_is_refused_by_name(option: str, value: Any) -> None:
+    description = described(byte_level_tokenizer(gpt2()))
+    description["model"][option] = value
+
+    with pytest.raises(UnsupportedModel, match=f"its BPE has the option {option}"):
+        pre_tokenizer_of(description)
+
+
+def test_a_token_of_unknown_text_is_refused_where_bytes_are_missing() -> None:
+    description = described(byte_level_tokenizer(gpt2()))
+    description["model"]["unk_token"] = "<|endoftext|>"
+    assert pre_tokenizer_of(description) == "gpt-2"
+
+    del description["model"]["vocab"]["a"]
+
+    with pytest.raises(UnsupportedModel, match="its BPE has the option unk_token"):
+        pre_tokenizer_of(description)
+
+
+def test_of_several_named_templates_the_file_has_the_one_for_chats_without_tools(tmp_path: Path) -> None:
+    config, tokenizer = config_of("qwen3", num_hidden_layers=1), byte_level_tokenizer(gpt2(), size=SIZE)
+    tokenizer.chat_template = {"default": "chat", "tool_use": "tools"}
+    make_model(tmp_path, config)
+
+    file = write(tmp_path, config, tokenizer, "f16", {})
+
+    assert gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents() == "chat"
 
 
 def test_an_adapter_that_is_more_than_pairs_of_matrices_is_refused(tmp_path: Path) -> None:

@@ -408,13 +408,13 @@ COMMANDS = (
         arg("-o --output", "FOLDER", "must be empty or not exist", required=True),
         arg(
             "--format",
-            help="an adapter as PEFT writes it; the merged model in safetensors; the merged model or the adapter as "
-            "GGUF, with a Modelfile for Ollama (default: peft)",
+            help="an adapter as PEFT writes it; the merged model in safetensors; the merged model as GGUF with a "
+            "Modelfile; the adapter as GGUF (default: peft)",
             choices=["peft", "merged", "gguf", "gguf-adapter"],
             default="peft",
         ),
         arg(
-            "--weights",
+            "--weight-type",
             help="with --format gguf: 16-bit floats, or 8-bit blocks (default: f16)",
             choices=["f16", "q8_0"],
         ),

@@ -255,23 +255,25 @@ def schema_problem(settings: Settings) -> str | None:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    if arguments.weights and arguments.format != "gguf":
+    if arguments.weight_type and arguments.format != "gguf":
         raise UsageError(
-            "--weights is for --format gguf; the other formats keep the precision of their files"
+            "--weight-type is for --format gguf; the other formats keep the precision of their files"
         )
     settings = configured()
     check_models(settings)
     prepare(settings)
     database, blobs = open_stores(settings)
-    export_to(
+    note = export_to(
         settings,
         database,
         blobs,
         arguments.name,
         arguments.output,
         format=arguments.format,
-        weights=arguments.weights or "f16",
+        weight_type=arguments.weight_type or "f16",
     )
+    if note:
+        print(note, file=sys.stderr)
     print(arguments.output)
     return 0
 

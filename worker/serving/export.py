@@ -1,20 +1,30 @@
 """`regraft-server export`: write a checkpoint to a folder in a format of --format."""
 
+import json
 import sys
-import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from core.database.engine import Database
 from core.errors import CheckpointDamaged, NotFound
 from core.model_templates import CHAT_TEMPLATE
 from core.registry import BaseModelEntry, Registry
 from core.results import export
+from core.results.export import TakeHome
+from core.scratch import scratch_folder
 from core.settings import Settings
+from core.storage.disk import NoRoom, require_room, writing_to
 from core.storage.store import BlobStore
 from worker.refusals import Refusal
 
-TEXTS = ("README.md", "reproduce.json")
+if TYPE_CHECKING:
+    from worker.serving import gguf_files
+
+RECIPE = "reproduce.json"
+TEXTS = ("README.md", RECIPE)
+OUTPUT = "--output"  # chooses the disk
 Format = Literal["peft", "merged", "gguf", "gguf-adapter"]
 WeightType = Literal["f16", "q8_0"]
 
@@ -27,12 +37,14 @@ def export_to(
     folder: Path,
     *,
     format: Format,
-    weights: WeightType,
-) -> None:
+    weight_type: WeightType,
+) -> str:
     """Write the checkpoint of `name` (a checkpoint, a model or a job) into `folder`, or exit with an error.
 
+    Returns a sentence for the operator, or "".
+
     Args:
-        weights: type of the weights of the format gguf.
+        weight_type: of the format gguf.
     """
     if folder.exists() and any(folder.iterdir()):
         sys.exit(f"{folder} is not empty.")
@@ -42,26 +54,50 @@ def export_to(
             checkpoint = export.find(session, name)
             base_model = export.base_model(session, checkpoint)
         home = export.gather(database, blobs, registry, checkpoint)
-        export.check(home, blobs, checkpoint.id)
+        if home.is_whole_model and format in ("merged", "gguf-adapter"):
+            sys.exit(
+                f"{name} is a whole model already, without an adapter: export the format peft, as it is, or gguf."
+            )
+        if format == "peft":
+            _download(home, blobs, checkpoint.id, folder)
+            return ""
+        entry = registry.get(base_model)
+        with scratch_folder(folder.absolute().parent) as scratch:
+            _download(_without_weights(home), blobs, checkpoint.id, scratch)
+            if format != "merged":
+                refuse_unmapped(entry, settings.model_cache, scratch, with_tokenizer=format == "gguf")
+            _download(home, blobs, checkpoint.id, scratch)
+            with writing_to(folder, OUTPUT):
+                match format:
+                    case "merged":
+                        merge(entry, settings.model_cache, scratch, folder)
+                    case "gguf":
+                        return write_gguf(entry, settings.model_cache, scratch, folder, weight_type)
+                    case "gguf-adapter":
+                        write_gguf_adapter(entry, settings.model_cache, scratch, folder)
     except (NotFound, CheckpointDamaged) as refused:
         sys.exit(refused.message)
-    if home.is_whole_model and format in ("merged", "gguf-adapter"):
-        sys.exit(
-            f"{name} is a whole model already, without an adapter: export the format peft, as it is, or gguf."
-        )
-    if format == "peft":
+    except (NoRoom, Refusal) as refused:
+        sys.exit(str(refused))
+    return ""
+
+
+def _without_weights(home: TakeHome) -> TakeHome:
+    return replace(home, files=[file for file in home.files if not file.name.endswith(".safetensors")])
+
+
+def _download(home: TakeHome, blobs: BlobStore, checkpoint_id: str, folder: Path) -> None:
+    """Write the files into `folder`.
+
+    Raises:
+        NoRoom: they do not fit on the disk. Nothing is written.
+        CheckpointDamaged: a file is missing or does not match its hash. Nothing is written.
+    """
+    needed = sum(file.bytes for file in home.files)
+    require_room(folder, OUTPUT, needed)
+    export.check(home, blobs, checkpoint_id)
+    with writing_to(folder, OUTPUT, needed):
         home.write(blobs, folder)
-        return
-    with tempfile.TemporaryDirectory(prefix="regraft-") as scratch:
-        home.write(blobs, Path(scratch))
-        try:
-            if format == "merged":
-                merge(registry.get(base_model), settings.model_cache, Path(scratch), folder)
-            else:
-                kind = None if format == "gguf-adapter" else weights
-                write_gguf(registry.get(base_model), settings.model_cache, Path(scratch), folder, kind)
-        except Refusal as refused:
-            sys.exit(str(refused))
 
 
 def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> None:
@@ -79,51 +115,113 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     plain = quantized.arguments(config, source)
     base = class_of(config).from_pretrained(source, dtype=torch.float32, **plain).to(torch.float32)
     model = PeftModel.from_pretrained(base, adapter).merge_and_unload().to(DTYPES[entry.dtype])
+    require_room(folder, OUTPUT, sum(weight.nbytes for weight in model.parameters()))
     (quantized.as_plain(model) if plain else model).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     # The adapter may have been trained with another template than the base model's.
     _copy_texts(adapter, folder)
 
 
+def refuse_unmapped(entry: BaseModelEntry, cache: Path, checkpoint: Path, *, with_tokenizer: bool) -> None:
+    """Refuse a model without a tested mapping to llama.cpp, before any weights are read.
+
+    Args:
+        checkpoint: a folder with the small files of the checkpoint.
+
+    Raises:
+        Refusal: the architecture, or the tokenizer, has no tested mapping.
+    """
+    from worker.model.policy import read_config
+    from worker.serving.gguf_architectures import Architecture
+    from worker.serving.gguf_vocabulary import read_description
+
+    Architecture(read_config(_source_of(entry, cache, checkpoint)))
+    if with_tokenizer:
+        read_description(checkpoint)
+
+
 def write_gguf(
-    entry: BaseModelEntry, cache: Path, checkpoint: Path, folder: Path, weights: WeightType | None
-) -> None:
-    """Write a GGUF file and a Modelfile of Ollama.
+    entry: BaseModelEntry, cache: Path, checkpoint: Path, folder: Path, weight_type: WeightType
+) -> str:
+    """Write the whole model as a GGUF file with a Modelfile of Ollama, and return a sentence about the latter.
 
     Args:
         checkpoint: a folder with an adapter in PEFT's format or with a whole model, and its tokenizer.
-        weights: type of the weights of a whole model; None: the adapter alone.
 
     Raises:
         Refusal: the model has no tested mapping to llama.cpp, or its files cannot be read.
     """
     from transformers import AutoTokenizer
 
-    from worker.model.policy import read_config, source_of
+    from worker.model.policy import read_config
     from worker.serving import gguf_files, modelfile
 
-    is_whole = (checkpoint / "config.json").exists()
-    source = checkpoint if is_whole else source_of(entry, cache)
-    config = read_config(source)
+    source = _source_of(entry, cache, checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    pairs = {} if is_whole else gguf_files.read_pairs(checkpoint)
-    file = folder / (f"model-{weights}.gguf" if weights else "adapter.gguf")
+    pairs = {} if source == checkpoint else gguf_files.read_pairs(checkpoint)
+    file = folder / f"model-{weight_type}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     with gguf_files.written(file) as partial:
-        if weights is None:
-            gguf_files.write_adapter(partial, config, pairs)
-        else:
-            gguf_files.write_model(partial, weights, source, config, checkpoint, tokenizer, pairs)
-    (folder / "Modelfile").write_text(
-        modelfile.modelfile_of(tokenizer, file.name, None if weights else base_file(entry))
+        gguf_files.write_model(
+            partial,
+            weight_type,
+            source,
+            read_config(source),
+            checkpoint,
+            tokenizer,
+            pairs,
+            _origin(entry, checkpoint),
+        )
+    made = modelfile.modelfile_of(
+        tokenizer, file.name, context=entry.context, temperature=_temperature(checkpoint)
     )
+    (folder / "Modelfile").write_text(made.text)
+    _copy_texts(checkpoint, folder)
+    if made.missing_template:
+        return (
+            f"The Modelfile has no TEMPLATE, because {made.missing_template}: Ollama may send the raw text of "
+            "messages. Use llama-server --jinja."
+        )
+    return "The Modelfile has the chat template of the job."
+
+
+def write_gguf_adapter(entry: BaseModelEntry, cache: Path, checkpoint: Path, folder: Path) -> None:
+    """Write the adapter alone as a GGUF file. Arguments and errors are those of `write_gguf`."""
+    from worker.model.policy import read_config
+    from worker.serving import gguf_files
+
+    config = read_config(_source_of(entry, cache, checkpoint))
+    folder.mkdir(parents=True, exist_ok=True)
+    with gguf_files.written(folder / "adapter.gguf") as partial:
+        gguf_files.write_adapter(
+            partial, config, gguf_files.read_pairs(checkpoint), _origin(entry, checkpoint)
+        )
     _copy_texts(checkpoint, folder)
 
 
-def base_file(entry: BaseModelEntry) -> str:
-    """The file name that a base model probably has as GGUF."""
-    source = entry.path or entry.file or entry.hub
-    return f"{Path(str(source)).name.removesuffix('.gguf')}.gguf"
+def _source_of(entry: BaseModelEntry, cache: Path, checkpoint: Path) -> Path | str:
+    """The whole model: the checkpoint itself, or else its base."""
+    from worker.model.policy import source_of
+
+    return checkpoint if (checkpoint / "config.json").exists() else source_of(entry, cache)
+
+
+def _origin(entry: BaseModelEntry, checkpoint: Path) -> "gguf_files.Origin":
+    from worker.serving.gguf_files import Origin
+
+    recipe = _recipe(checkpoint)
+    base = recipe["base_model"]["name"]
+    return Origin(f"{base} {recipe['job']} step {recipe['checkpoint']['step']}", base, entry.hub)
+
+
+def _recipe(checkpoint: Path) -> Mapping[str, Any]:
+    recipe: Mapping[str, Any] = json.loads((checkpoint / RECIPE).read_text())
+    return recipe
+
+
+def _temperature(checkpoint: Path) -> float:
+    """The temperature that the job sampled at; 1, as for requests to the service, if it sampled nothing."""
+    return float((_recipe(checkpoint)["resolved_hyperparameters"] or {}).get("temperature") or 1.0)
 
 
 def _copy_texts(checkpoint: Path, folder: Path) -> None:

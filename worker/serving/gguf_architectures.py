@@ -1,6 +1,6 @@
 """The architectures that an export writes as GGUF: names of tensors, order of rows, and hyperparameters."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from worker.refusals import UnsupportedModel
 
 Rows = npt.NDArray[np.float32]
 ROPE_FACTORS = "rope_freqs.weight"
+# Options of a config that add biases to the layers.
+BIASES = ("attention_bias", "mlp_bias")
 # Buffers in the files of old checkpoints, which llama.cpp computes itself.
 COMPUTED = (".rotary_emb.inv_freq",)
 
@@ -26,15 +28,19 @@ class Family:
     Args:
         rotates_neighbors: rotary embeddings turn rows 2i and 2i+1 of a head of q and k together, where transformers
             turns rows i and i + d/2.
+        rope_types: of transformers' rotary embeddings.
+        biases: options of a config that llama.cpp loads the biases of.
     """
 
     arch: MODEL_ARCH
     rotates_neighbors: bool
+    rope_types: Sequence[str] = ("default",)
+    biases: Sequence[str] = ()
 
 
 # By `model_type`. tests/worker/test_gguf.py compares each with llama.cpp itself.
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(MODEL_ARCH.LLAMA, rotates_neighbors=True),
+    "llama": Family(MODEL_ARCH.LLAMA, True, ("default", "llama3"), ("attention_bias", "mlp_bias")),
     "mistral": Family(MODEL_ARCH.LLAMA, rotates_neighbors=True),
     "qwen2": Family(MODEL_ARCH.QWEN2, rotates_neighbors=False),
     "qwen3": Family(MODEL_ARCH.QWEN3, rotates_neighbors=False),
@@ -73,6 +79,20 @@ class Architecture:
         """Whether a tensor of the model's files has a place in GGUF. A tied head is read from the embeddings."""
         is_tied_head = name == "lm_head.weight" and self._config.tie_word_embeddings
         return not is_tied_head and not name.endswith(COMPUTED)
+
+    def targets(self, names: Collection[str]) -> dict[str, str]:
+        """The names in GGUF of the weights that an adapter changes.
+
+        Raises:
+            UnsupportedModel: llama.cpp has no such tensor, or no place for a change of it.
+        """
+        for name in names:
+            if not self.is_written(name):
+                raise UnsupportedModel(
+                    f"GGUF is not supported for this adapter: it changes {name}, which the model shares with its "
+                    "embeddings, and llama.cpp reads one tensor for both. Export the format 'merged'."
+                )
+        return {name: self.tensor_name(name) for name in names}
 
     def rows(self, name: str, tensor: Rows) -> Rows:
         """Put the rows of a weight [out, in], a bias [out] or a B [out, r] into llama.cpp's order.
@@ -129,7 +149,7 @@ def _family_of(config: Any) -> Family:
             f"GGUF is not supported for {config.model_type}: its tensors and hyperparameters have no tested mapping to "
             f"llama.cpp. There is one for {', '.join(FAMILIES)}. Export the format 'merged' or 'peft' instead."
         )
-    problem = _problem(config)
+    problem = _problem(config, family)
     if problem:
         raise UnsupportedModel(
             f"GGUF is not supported for this {config.model_type}: {problem}. Export the format 'merged' or 'peft'."
@@ -137,11 +157,15 @@ def _family_of(config: Any) -> Family:
     return family
 
 
-def _problem(config: Any) -> str:
+def _problem(config: Any, family: Family) -> str:
     """The option of a config whose mapping is not tested; empty if there is none."""
     rope = config.rope_parameters
-    if rope.get("rope_type") not in ("default", "llama3"):
-        return f"its rotary embedding is of the type {rope.get('rope_type')!r}, and not 'default' or 'llama3'"
+    if rope.get("rope_type") not in family.rope_types:
+        known = " or ".join(map(repr, family.rope_types))
+        return f"its rotary embedding is of the type {rope.get('rope_type')!r}, and not {known}"
+    for option in BIASES:
+        if getattr(config, option, False) and option not in family.biases:
+            return f"its layers have biases ({option})"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary embedding turns a part of each head"
     kinds = getattr(config, "layer_types", None) or ["full_attention"]

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from core.storage.disk import require_room
 from worker.model import quantized
 from worker.refusals import InvalidModel, UnsupportedModel
-from worker.serving.export import WeightType
+from worker.serving.export import OUTPUT, WeightType
 from worker.serving.gguf_architectures import Architecture, Rows
 from worker.serving.gguf_vocabulary import add_vocabulary
 
@@ -30,6 +31,9 @@ WEIGHT_TYPES: Mapping[WeightType, tuple[GGMLQuantizationType, LlamaFileType]] = 
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
+_LARGEST_F16 = float(np.finfo(np.float16).max)
+# Q8_0 multiplies integers up to 127 by a scale in 16 bits.
+_LARGEST = {GGMLQuantizationType.F16: _LARGEST_F16, GGMLQuantizationType.Q8_0: 127 * _LARGEST_F16}
 _PREFIX = "base_model.model."  # of the names in PEFT's files
 
 
@@ -42,6 +46,22 @@ def written(file: Path) -> Iterator[Path]:
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of the weights, for the file's metadata. `hub`: the base model's id on the Hugging Face Hub."""
+
+    name: str
+    base: str
+    hub: str | None
+
+    def add_to(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_name(self.name)
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, self.base)
+        if self.hub:
+            writer.add_base_model_repo_url(0, f"https://huggingface.co/{self.hub}")
 
 
 @dataclass(frozen=True)
@@ -83,26 +103,29 @@ def read_pairs(folder: Path) -> dict[str, Pair]:
     return pairs
 
 
-def write_adapter(file: Path, config: Any, pairs: Mapping[str, Pair]) -> None:
+def write_adapter(file: Path, config: Any, pairs: Mapping[str, Pair], origin: Origin) -> None:
     """Write an adapter in float32, which llama.cpp loads beside any GGUF file of its base.
 
     Args:
         config: the base model's transformers config.
 
     Raises:
-        UnsupportedModel: the architecture has no tested mapping.
+        UnsupportedModel: the architecture has no tested mapping, or llama.cpp has no place for a pair.
+        InvalidModel: the adapter has values that are not numbers.
     """
     architecture = Architecture(config)
+    targets = architecture.targets(pairs)
     writer = gguf.GGUFWriter(file, architecture.name, endianess=GGUFEndian.LITTLE)
     writer.add_type(gguf.GGUFType.ADAPTER)
+    origin.add_to(writer)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     # llama.cpp multiplies by alpha / r, with one alpha for all layers, and by 1 if alpha is 0. So each B has the rest.
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 1.0)
     for name, pair in pairs.items():
-        target = architecture.tensor_name(name)
-        b = pair.b * (pair.scale * len(pair.a))
-        writer.add_tensor(f"{target}.lora_a", pair.a.numpy())
-        writer.add_tensor(f"{target}.lora_b", architecture.rows(name, b.numpy()))
+        b = (pair.b * (pair.scale * len(pair.a))).numpy()
+        for half, tensor in (("a", pair.a.numpy()), ("b", architecture.rows(name, b))):
+            _refuse_too_large(name, tensor, GGMLQuantizationType.F32)
+            writer.add_tensor(f"{targets[name]}.lora_{half}", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,6 +140,7 @@ def write_model(
     tokenizer_folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Mapping[str, Pair],
+    origin: Origin,
 ) -> None:
     """Write a whole model.
 
@@ -128,7 +152,8 @@ def write_model(
 
     Raises:
         UnsupportedModel: the architecture, the tokenizer or the format of its weights has no tested mapping.
-        InvalidModel: files are missing, or a weight is too large for the type.
+        InvalidModel: files are missing, or a weight is no number or too large for the type.
+        NoRoom: the file does not fit on its disk.
     """
     if stored := quantized.format_of(config):
         raise UnsupportedModel(
@@ -136,6 +161,7 @@ def write_model(
             "bfloat16, and 'gguf-adapter' for a GGUF file of this base."
         )
     architecture = Architecture(config)
+    architecture.targets(pairs)
     files = {
         name: path
         for name, path in quantized.files_by_tensor(source).items()
@@ -146,47 +172,54 @@ def write_model(
             f"GGUF is not supported: the model's files have no {absent[0]}, which the adapter changes."
         )
     shapes = quantized.shapes_in(source)
-    kind, file_type = WEIGHT_TYPES[weight_type]
+    weights_stored_as, file_type = WEIGHT_TYPES[weight_type]
     writer = gguf.GGUFWriter(file, architecture.name, endianess=GGUFEndian.LITTLE)
     writer.add_type(gguf.GGUFType.MODEL)
+    origin.add_to(writer)
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture.add_to(writer)
     add_vocabulary(writer, tokenizer_folder, tokenizer, config.vocab_size)
-    _write_tensors(writer, architecture, files, {name: shapes[name] for name in files}, pairs, kind)
+    _write_tensors(
+        file, writer, architecture, files, {name: shapes[name] for name in files}, pairs, weights_stored_as
+    )
 
 
 def _write_tensors(
+    file: Path,
     writer: gguf.GGUFWriter,
     architecture: Architecture,
     files: Mapping[str, str],
     shapes: Mapping[str, Any],
     pairs: Mapping[str, Pair],
-    kind: GGMLQuantizationType,
+    weights_stored_as: GGMLQuantizationType,
 ) -> None:
     """Write the header, then one tensor after the other.
 
     Args:
         files: of the tensors, by their names in the model's files.
         shapes: of the same tensors, in the same order.
-        kind: type of the weights.
+        weights_stored_as: the type of matrices; vectors and uneven rows have others.
     """
     extra = architecture.extra_tensors()
+    needed = 0
     for name, tensor in extra.items():
         writer.add_tensor_info(name, tensor.shape, tensor.dtype, tensor.nbytes)
     for name, shape in shapes.items():
-        stored_as = _stored_as(shape, kind)
+        stored_as = _stored_as(shape, weights_stored_as)
         in_bytes = quants.quant_shape_to_byte_shape(shape, stored_as)
+        needed += int(np.prod(in_bytes))
         writer.add_tensor_info(
             architecture.tensor_name(name), in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored_as
         )
+    require_room(file.parent, OUTPUT, needed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor in extra.values():
         writer.write_tensor_data(tensor)
     for name, tensor in _merged(files, pairs, architecture):
-        writer.write_tensor_data(_encoded(name, tensor, _stored_as(tensor.shape, kind)))
+        writer.write_tensor_data(_encoded(name, tensor, _stored_as(tensor.shape, weights_stored_as)))
     writer.close()
 
 
@@ -202,17 +235,26 @@ def _merged(
         yield name, architecture.rows(name, weight.numpy())
 
 
-def _stored_as(shape: Any, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+def _stored_as(shape: Any, weights_stored_as: GGMLQuantizationType) -> GGMLQuantizationType:
     """Norms and biases stay in float32, as llama.cpp needs them. Rows that are no whole blocks stay in 16 bits."""
     if len(shape) < 2:
         return GGMLQuantizationType.F32
-    block, _ = gguf.GGML_QUANT_SIZES[kind]
-    return GGMLQuantizationType.F16 if shape[-1] % block else kind
+    block, _ = gguf.GGML_QUANT_SIZES[weights_stored_as]
+    return GGMLQuantizationType.F16 if shape[-1] % block else weights_stored_as
 
 
-def _encoded(name: str, tensor: Rows, kind: GGMLQuantizationType) -> Any:
-    if kind != GGMLQuantizationType.F32 and np.abs(tensor).max() > np.finfo(np.float16).max:
+def _encoded(name: str, tensor: Rows, stored_as: GGMLQuantizationType) -> Any:
+    _refuse_too_large(name, tensor, stored_as)
+    return quants.quantize(tensor, stored_as).view(np.uint8)
+
+
+def _refuse_too_large(name: str, tensor: Rows, stored_as: GGMLQuantizationType) -> None:
+    largest = np.abs(tensor).max(initial=0)
+    if not np.isfinite(largest):
         raise InvalidModel(
-            f"The weight {name} has values that 16 bits of GGUF cannot hold. Export the format 'merged'."
+            f"The weight {name} has values that are not finite numbers: the model is unusable."
         )
-    return quants.quantize(tensor, kind).view(np.uint8)
+    if largest > _LARGEST.get(stored_as, np.inf):
+        raise InvalidModel(
+            f"The weight {name} has values that {stored_as.name} of GGUF cannot hold. Export the format 'merged'."
+        )

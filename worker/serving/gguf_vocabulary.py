@@ -12,6 +12,7 @@ from typing import Any
 
 import gguf
 from gguf import TokenType
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from worker.refusals import UnsupportedModel
@@ -46,22 +47,37 @@ def add_vocabulary(
     Raises:
         UnsupportedModel: llama.cpp would tokenize in another way.
     """
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise UnsupportedModel(
-            "GGUF needs a tokenizer.json, and the model's tokenizer has none. Export 'merged'."
-        )
-    description = json.loads(path.read_text())
-    name = pre_tokenizer_of(description)
+    description, name = read_description(folder)
     texts, types = _tokens(description, size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list(texts)
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
-    special.chat_template = tokenizer.chat_template
+    special.chat_template = chat_template_of(tokenizer)
     special.add_special_token |= _added(tokenizer)
     special.add_to_gguf(writer, quiet=True)
+
+
+def read_description(folder: Path) -> tuple[Mapping[str, Any], str]:
+    """The content of a folder's tokenizer.json, and the name that llama.cpp has for its pre-tokenizer.
+
+    Raises:
+        UnsupportedModel: llama.cpp would tokenize in another way.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise UnsupportedModel(
+            "GGUF needs a tokenizer.json, and the model's tokenizer has none. Export 'merged'."
+        )
+    description: Mapping[str, Any] = json.loads(path.read_text())
+    return description, pre_tokenizer_of(description)
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The chat template, of several the default one; None: the model has none."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def pre_tokenizer_of(description: Mapping[str, Any]) -> str:
@@ -79,6 +95,7 @@ def pre_tokenizer_of(description: Mapping[str, Any]) -> str:
         normalizer != "NFC"
     ):  # of text in NFC, as most is, llama.cpp gives the same tokens without a normalizer
         raise _unsupported(f"its normalizer is {normalizer}")
+    _refuse_options(description)
     steps = _steps(description.get("pre_tokenizer") or {"type": "none"})
     ignores_merges = bool(model.get("ignore_merges"))
     found = PRE_TOKENIZERS.get((ignores_merges, steps))
@@ -89,6 +106,21 @@ def pre_tokenizer_of(description: Mapping[str, Any]) -> str:
             f"those that are tested ({known})"
         )
     return found
+
+
+def _refuse_options(description: Mapping[str, Any]) -> None:
+    """Refuse what llama.cpp has no field for in a file with a byte-level BPE."""
+    model = description["model"]
+    options = ["continuing_subword_prefix", "end_of_word_suffix", "dropout"]
+    if not set(ByteLevel.alphabet()) <= model["vocab"].keys():
+        options.append("unk_token")  # with all bytes in the vocabulary no text is unknown
+    for option in options:
+        if model.get(option):
+            raise _unsupported(f"its BPE has the option {option} ({model[option]!r})")
+    for token in description["added_tokens"]:
+        for option in ("lstrip", "rstrip", "single_word"):
+            if token.get(option):
+                raise _unsupported(f"its token {token['content']} has the option {option}")
 
 
 def _unsupported(reason: str) -> UnsupportedModel:
