@@ -378,7 +378,7 @@ def test_validation_draws_the_same_numbers_every_time(bench: Bench) -> None:
 
     validations = [call for call in run.experience.sampler.calls if call.group_size == 3]
     assert len(validations) == 3
-    assert len(set(validations)) == 1
+    assert len({replace(call, batch="") for call in validations}) == 1
     assert all(call.temperature == 1.0 for call in validations)
 
 

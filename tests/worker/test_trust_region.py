@@ -209,7 +209,7 @@ class TestBacktracking:
         region, state = TrustRegion(0.05), ToyState(lambda rate: 0.0)
         region.rate = 0.5
 
-        taken = region.step(state, 1.0, 0, lambda: None)
+        taken = region.step(untyped(state), 1.0, 0, lambda: None)
 
         assert taken == StepTaken(1.0, 0.05, None, is_unmeasured=True)
         assert region.rate == 0.5
@@ -357,7 +357,8 @@ class TestSampledAnswers:
 
         def logprobs() -> Tensor:
             with torch.no_grad():
-                return policy.model(torch.tensor(prompts[::2])).logits[:, -1].double().log_softmax(-1)
+                logits: Tensor = policy.model(torch.tensor(prompts[::2])).logits
+            return logits[:, -1].double().log_softmax(-1)
 
         before = logprobs()
         metrics = learn(one, groups)
@@ -551,9 +552,9 @@ def test_an_update_that_could_not_be_measured_is_an_event_once() -> None:
 
 
 def test_a_job_fails_after_three_steps_in_a_row_whose_updates_are_all_rejected() -> None:
-    rejected = {"update_kl": None, "update_retries": 3, "rejected_updates": 1}
+    rejected: dict[str, Any] = {"update_kl": None, "update_retries": 3, "rejected_updates": 1}
     fields = [rejected, rejected, rejected | {"update_kl": 0.01}, rejected, rejected, rejected]
-    steps = [StepMetrics.load({"step": number} | each) for number, each in enumerate(fields, start=1)]
+    steps = [StepMetrics.load({"step": number, **each}) for number, each in enumerate(fields, start=1)]
 
     divergence.check_updates(steps[:5], 10)
     with pytest.raises(TrainingDiverged, match="In 3 steps in a row every update"):

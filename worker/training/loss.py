@@ -65,7 +65,7 @@ class GradientSums:
         return GradientSums(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
 
-# Each rank measures the KL of an update at the first learned tokens of so many prompts: all of them would cost a third
+# Each rank measures the KL of an update at the first learned tokens of 4 prompts: all of them would cost a third
 # of the passes of a step again, and one says little about others. Of each position the likeliest tokens are compared
 # one by one; the others count as one.
 MEASURED_PROMPTS, MEASURED_TOKENS, TOP = 4, 64, 64
@@ -147,12 +147,9 @@ def beginning(pack: Pack, tokens: int) -> Pack:
 
 
 def _beginning_of(answer: TrainingSequence, tokens: int) -> TrainingSequence:
-    if answer.trained_tokens <= tokens:
+    if answer.trained_tokens <= tokens or answer.calls:  # an episode is measured as a whole
         return answer
-    learned_T = [int(learned) for learned in answer.learned_T] or [1] * len(answer.output_ids_T)
-    forced = slice(answer.grammar_start - answer.forced, answer.grammar_start)
-    learned_T[forced] = [0] * answer.forced
-    end = list(accumulate(learned_T)).index(tokens) + 1
+    end = list(accumulate(answer.is_trained_T)).index(tokens) + 1
     return replace(
         answer,
         output_ids_T=answer.output_ids_T[:end],
@@ -290,8 +287,8 @@ class Loss(ABC):
 
     def keep_output(self, batch: Batch, output_M: Tensor) -> None:
         """Keep the output of a pass, hidden states [M, h] or rewards [M], where the update may be measured."""
-        if not self.settings.step_kl or batch.is_filler:
-            return
+        if not self.settings.step_kl or batch.is_filler or any(one.piece for one in batch.answers):
+            return  # tokens of pieces do not stand pack by pack
         ends = list(accumulate(learned_tokens(pack) for pack in batch.packs))
         starts = [0, *ends]
         slices = []
