@@ -15,7 +15,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.step_metrics import StepMetrics
 from graders.types import Grade
 from tests.fakes import learn
-from tests.present import present
+from tests.present import present, untyped
 from tests.worker.test_full import MakeFull, make_full, models  # noqa: F401  # fixtures
 from tests.worker.test_offline_training import conversations, labeled, pairs
 from tests.worker.test_offline_training import settings as offline_settings

@@ -149,7 +149,7 @@ def beginning(pack: Pack, tokens: int) -> Pack:
 def _beginning_of(answer: TrainingSequence, tokens: int) -> TrainingSequence:
     if answer.trained_tokens <= tokens or answer.calls:  # an episode is measured as a whole
         return answer
-    end = list(accumulate(answer.is_trained_T)).index(tokens) + 1
+    end = list(accumulate(map(int, answer.is_trained_T))).index(tokens) + 1
     return replace(
         answer,
         output_ids_T=answer.output_ids_T[:end],
