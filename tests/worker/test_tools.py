@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
+from graders.hazards import table
 from tests.graders.servers import Reply, ScriptedServer, Time, serving
 from worker.rollout.tools import (
     MAX_BYTES,
@@ -194,3 +196,29 @@ def test_requests_to_one_tool_start_at_most_fifty_times_a_second() -> None:
 )
 def test_a_call_that_does_not_fit_its_function_has_a_problem(name: str, arguments: str, problem: str) -> None:
     assert asyncio.run(call_problem(name, arguments, [SEARCH])) == problem
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"q": {"type": "dict"}}}, "'dict' is no type of JSON schemas"),
+        ({"properties": {"q": {"pattern": "\\p{L}+"}}}, "bad escape"),
+    ],
+)
+def test_the_model_reads_that_a_schema_cannot_be_applied_to_its_call(
+    schema: Mapping[str, Any], problem: str
+) -> None:
+    function = {"type": "function", "function": {"name": "search", "parameters": schema}}
+
+    assert problem in asyncio.run(call_problem("search", '{"q": "x"}', [function]))
+
+
+def test_the_model_reads_that_its_call_cannot_be_checked_while_the_checks_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = replace(table.ITEMS, name="broken", function="core.evals.schemas:schema_problem", warm_up=())
+    monkeypatch.setattr(table, "ITEMS", broken)
+
+    problem = asyncio.run(call_problem("search", '{"q": "x"}', [SEARCH]))
+
+    assert problem.startswith("the arguments cannot be checked: broken: ")

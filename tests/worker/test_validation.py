@@ -173,6 +173,28 @@ def test_the_tools_of_a_job_are_the_functions_of_its_rows(
     assert job.error["message"].startswith(problem)
 
 
+@pytest.mark.parametrize("schema", [{"type": "dict"}, {"properties": {"x": {"pattern": "\\p{L}+"}}}])
+def test_the_functions_of_a_job_with_tools_need_schemas_that_can_be_applied(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]], schema: dict[str, Any]
+) -> None:
+    job, _ = validate([GOOD | TOOLS, GOOD | _red(schema)], tools=["red"])
+
+    assert job.error["param"] == "training_file"
+    assert job.error["message"].startswith("Line 2: tools[0].function.parameters is not a JSON schema: ")
+
+
+def test_a_schema_that_no_call_is_checked_with_may_be_of_any_kind(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+) -> None:
+    job, _ = validate([GOOD | _red({"type": "dict"})])
+
+    assert job.error is None
+
+
+def _red(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "red", "parameters": schema}}]}
+
+
 @pytest.mark.parametrize("file", ["training_file", "validation_file"])
 def test_answers_to_rows_with_tools_cannot_have_a_response_format(
     validate: Callable[..., tuple[Any, list[WakeMessage] | None]], file: str

@@ -13,7 +13,7 @@ from core.masking import hide_in_error, mask_values, secrets_of
 from graders.calls import AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
 from graders.endpoint import Endpoints
 from graders.hazards import table
-from graders.hazards.pool import LimitExceeded, shared
+from graders.hazards.pool import HazardFailed, LimitExceeded, shared
 from graders.types import Item
 
 MAX_BYTES = 1_000_000  # of a request, and of an answer
@@ -227,6 +227,6 @@ async def call_problem(name: str, arguments: str, functions: Sequence[Mapping[st
     try:
         checked = shared().submit(table.ITEMS, json.dumps(schemas[name]), json.dumps([given]))
         [problem] = await asyncio.wrap_future(checked)
-    except LimitExceeded as cause:
+    except (LimitExceeded, HazardFailed) as cause:
         return f"the arguments cannot be checked: {cause}"[:MAX_PROBLEM]
     return f"the arguments do not fit the schema: {problem}" if problem else ""
