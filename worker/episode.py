@@ -14,7 +14,7 @@ class ToolUse:
     """A call of a tool in an episode, and what the model read."""
 
     call: Mapping[str, Any]  # in OpenAI's format
-    output: str | None  # None: it was not executed
+    output: str | None  # None: it was not executed, or failed and discarded the episode
     error: str = ""  # the reason why `output` is not the output of the tool
     seconds: float = 0.0
 

@@ -38,7 +38,7 @@ SEARCH = {
 
 
 def call(number: int = 0, item: Mapping[str, Any] = ROW) -> ToolRequest:
-    return ToolRequest(f"call_{number}", "search", '{"q":"rain"}', "trace_1", item)
+    return ToolRequest(f"call_{number}", f"key_{number}", "search", '{"q":"rain"}', "trace_1", item)
 
 
 def tools(url: str, time: Time, *, timeout_s: float = 5.0) -> HttpTools:
@@ -62,7 +62,7 @@ def outcome(*replies: Reply) -> Any:
     return asyncio.run(replied(*replies))[1][0]
 
 
-def test_a_call_is_sent_in_azures_format_with_its_id_as_the_key_of_repetitions() -> None:
+def test_a_call_is_sent_in_azures_format_with_the_key_of_its_repetitions() -> None:
     server, [result] = asyncio.run(replied(Reply(200, '{"output": "wet"}')))
 
     assert result.output == "wet"
@@ -77,7 +77,7 @@ def test_a_call_is_sent_in_azures_format_with_its_id_as_the_key_of_repetitions()
             "item": ROW,
         }
     ]
-    assert server.headers[0]["idempotency-key"] == "call_0"
+    assert server.headers[0]["idempotency-key"] == "key_0"
     assert server.headers[0]["x-api-key"] == "very-secret"
 
 

@@ -44,7 +44,10 @@ class HttpTool:
 class ToolRequest:
     """A call whose arguments fit the schema of its function."""
 
-    id: str  # the same in each attempt, also after a restart of the job
+    id: str  # of the call in its episode, for the template: those of Mistral have 9 characters
+    # The `Idempotency-Key`, the same in each attempt, also after a restart of the job. No other call has it, nor the
+    # same one with other arguments, which a repeated step may sample.
+    key: str
     name: str
     arguments: str  # a JSON object
     trace_id: str  # of the episode
@@ -127,7 +130,7 @@ class _Outcomes:
 
 
 class HttpTools:
-    """Implements Tools: a POST for each call, which may be repeated with the same id and `Idempotency-Key`."""
+    """Implements Tools: a POST for each call, which may be repeated with the same `Idempotency-Key`."""
 
     def __init__(
         self,
@@ -165,7 +168,7 @@ class HttpTools:
                     client,
                     tool.server_url,
                     body,
-                    {**tool.headers, "idempotency-key": call.id},
+                    {**tool.headers, "idempotency-key": call.key},
                     patience=self._patience,
                     pace=self._pace[tool.name],
                     timeout_s=self._timeout_s,
