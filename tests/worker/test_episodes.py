@@ -222,9 +222,9 @@ def test_a_tool_that_fails_discards_its_episode_and_no_other() -> None:
             raise ToolFailed("HTTP 500: 'boom'")
         return ToolResult("fine")
 
-    discarded, other = episodes(
-        Script(lambda member: [said(f'search:{{"q":{member}}}'), said("done")]), Notes(fail)
-    )
+    script = Script(lambda member: [said(f'search:{{"q":{member}}}'), said("done")])
+
+    discarded, other = episodes(script, Notes(fail))
 
     assert discarded.episode is not None
     assert other.episode is not None
@@ -232,9 +232,21 @@ def test_a_tool_that_fails_discards_its_episode_and_no_other() -> None:
     assert other.episode.stop == "final"
 
 
+def test_a_batch_of_which_most_episodes_are_discarded_pauses_the_job() -> None:
+    def fail(call: ToolRequest) -> ToolResult:
+        raise ToolFailed("HTTP 500: 'boom'")
+
+    script = Script(lambda member: [said('search:{"q":1}') if member else said("done")])
+
+    with pytest.raises(ToolsFail, match="2 of 3 episodes were discarded") as paused:
+        episodes(script, Notes(fail), sampling=replace(SAMPLING, group_size=3))
+
+    assert paused.value.data == {"episodes": 3, "failed": 2, "reasons": ["HTTP 500: 'boom'"] * 2}
+
+
 def test_a_tool_of_which_most_calls_fail_ends_the_sampling() -> None:
     def fail(call: ToolRequest) -> ToolResult:
-        raise ToolsFail("search", 64, ["HTTP 500: 'boom'"] * 33)
+        raise ToolsFail.of_calls("search", 64, ["HTTP 500: 'boom'"] * 33)
 
     with pytest.raises(ToolsFail, match="33 of the newest 64 calls of the tool 'search' failed"):
         episodes(Script(lambda member: [said('search:{"q":1}')]), Notes(fail))
@@ -246,7 +258,11 @@ def test_a_job_pauses_although_another_call_of_the_answer_only_discards_its_epis
     class Failing(Notes):
         async def call(self, call: ToolRequest) -> ToolResult:
             await both.wait()
-            raise ToolFailed("HTTP 500") if call.name == "search" else ToolsFail("sum", 64, ["HTTP 500"] * 33)
+            raise (
+                ToolFailed("HTTP 500")
+                if call.name == "search"
+                else ToolsFail.of_calls("sum", 64, ["HTTP 500"] * 33)
+            )
 
     with pytest.raises(ToolsFail):
         one(said('search:{"q":1} sum:{"q":2}'), tools=Failing())
@@ -256,7 +272,8 @@ def test_the_call_that_discards_an_episode_is_among_its_calls_with_its_error() -
     def fail(call: ToolRequest) -> ToolResult:
         raise ToolFailed("HTTP 500: 'boom'")
 
-    rollout = one(said('search:{"q":1}'), tools=Notes(fail))
+    answers = {0: [said('search:{"q":1}')], 1: [said("done")]}
+    rollout, _ = episodes(Script(answers.__getitem__), Notes(fail))
 
     assert [(call["output"], call["error"]) for call in rollout.tool_calls] == [(None, "HTTP 500: 'boom'")]
 

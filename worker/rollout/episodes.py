@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from worker.episode import Episode, StopReason, ToolUse
-from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, call_problem
+from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, ToolsFail, call_problem
 from worker.sampling import Answer, SampledTurns, Sampling, TurnSampler
 from worker.types import Call, Node, Prompt, Rollout
 
@@ -279,7 +279,7 @@ class EpisodeSampler:
         """Yield the episodes as they end.
 
         Raises:
-            ToolsFail: most of the newest calls of a tool failed.
+            ToolsFail: most of the newest calls of a tool failed, or most of these episodes were discarded.
         """
         ended: asyncio.Queue[Answer | BaseException] = asyncio.Queue()
         async with self._sampler.turns(sampling) as calls:
@@ -299,12 +299,18 @@ class EpisodeSampler:
                 for place in range(len(prompts_P))
                 for member in range(sampling.group_size)
             ]
+            failures: list[str] = []
             try:
                 for _ in tasks:
                     answer = await ended.get()
                     if isinstance(answer, BaseException):
                         raise answer
+                    if answer.rollout.is_discarded:
+                        assert answer.rollout.episode is not None
+                        failures.append(answer.rollout.episode.problem)
                     yield answer
+                if 2 * len(failures) > len(tasks):
+                    raise ToolsFail.of_episodes(len(tasks), failures)
             finally:
                 for task in tasks:
                     task.cancel()

@@ -87,19 +87,28 @@ class ToolFailed(Exception):
 
 
 class ToolsFail(Exception):
-    """Most of the newest calls of a tool failed, so the job pauses."""
+    """Most of the newest calls of a tool failed, or most episodes were discarded, so the job pauses."""
 
-    def __init__(self, tool: str, calls: int, failures: Sequence[str]) -> None:
+    def __init__(self, what: str, failures: Sequence[str], data: Mapping[str, Any]) -> None:
         super().__init__(
-            f"{len(failures)} of the newest {calls} calls of the tool '{tool}' failed, the last one with: "
-            f"{failures[-1]}. Repair the tool and resume the job, which repeats the unfinished step."
+            f"{what}, the last one with: {failures[-1]}. Repair the tool and resume the job, which repeats the "
+            "unfinished step."
         )
-        self.data: dict[str, Any] = {
-            "tool": tool,
-            "calls": calls,
-            "failed": len(failures),
-            "reasons": list(failures[-8:]),
-        }
+        self.data: dict[str, Any] = {**data, "failed": len(failures), "reasons": list(failures[-8:])}
+
+    @classmethod
+    def of_calls(cls, tool: str, calls: int, failures: Sequence[str]) -> "ToolsFail":
+        what = f"{len(failures)} of the newest {calls} calls of the tool '{tool}' failed"
+        return cls(what, failures, {"tool": tool, "calls": calls})
+
+    @classmethod
+    def of_episodes(cls, episodes: int, failures: Sequence[str]) -> "ToolsFail":
+        """Args:
+        episodes: of a step or validation.
+        failures: of those that were discarded.
+        """
+        what = f"{len(failures)} of {episodes} episodes were discarded because a tool failed"
+        return cls(what, failures, {"episodes": episodes})
 
 
 class Tools(Protocol):
@@ -126,7 +135,7 @@ class _Outcomes:
         self.newest.append(failure)
         failures = [one for one in self.newest if one]
         if 2 * len(failures) > WINDOW:
-            raise ToolsFail(tool, len(self.newest), failures)
+            raise ToolsFail.of_calls(tool, len(self.newest), failures)
 
 
 class HttpTools:
