@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from graders.calls import CallRetryPolicy
-from graders.endpoint import Endpoints
+from graders.endpoint import Endpoints, checked_headers
 from graders.hazards import table
 from tests.graders.servers import Reply, ScriptedServer, Time, serving
 from worker.rollout.tools import (
@@ -27,7 +27,7 @@ from worker.rollout.tools import (
 
 ROW = {"messages": [], "city": "Oslo"}
 SHORT_S = 0.1  # the limit of an answer that never ends
-HEADERS = {"X-Api-Key": "very-secret"}
+HEADERS = {"X-Api-Key": "very-secret", "X-Region": "norway"}
 SEARCH = {
     "type": "function",
     "function": {
@@ -89,6 +89,7 @@ def test_a_call_is_sent_in_azures_format_with_the_key_of_its_repetitions() -> No
         (Reply(404, "no such page"), "no such page"),
         (Reply(422, '{"output": "say where"}'), "say where"),
         (Reply(400, "key very-secret is old"), "key *** is old"),
+        (Reply(200, '{"output": "rain in norway"}'), "rain in norway"),
     ],
 )
 def test_the_model_reads_outputs_and_what_is_wrong_with_its_call(reply: Reply, output: str) -> None:
@@ -131,6 +132,40 @@ def test_a_server_that_fails_discards_the_episode_and_quotes_no_secret(status: i
     assert str(failed) == f"HTTP {status}: '***'"
     assert len(server.requests) == (1 if status == 302 else 4)
     assert {request["id"] for request in server.requests} == {"call_0"}
+
+
+def test_a_failure_with_a_long_body_is_a_failure() -> None:
+    server, [failed] = asyncio.run(replied(Reply(500, "x" * (MAX_BYTES + 1))))
+
+    assert isinstance(failed, ToolFailed)
+    assert str(failed).startswith("HTTP 500: ")
+    assert len(server.requests) == 4
+
+
+def test_the_reason_of_a_header_that_cannot_be_sent_is_without_its_value() -> None:
+    async def ask() -> ToolResult:
+        async with ScriptedServer([Reply(200, "{}")]) as url:
+            tool = HttpTool("search", url, {"X-Api-Key": "topsecret\t"})
+            return await HttpTools([tool], Endpoints(("127.0.0.1",))).call(call())
+
+    with pytest.raises(ToolFailed) as failed:
+        asyncio.run(ask())
+
+    assert str(failed.value) == "no answer: a header cannot be sent"
+
+
+@pytest.mark.parametrize("value", ["topsecret\t", " topsecret", "topsecret "])
+def test_a_header_with_space_around_its_value_is_refused_without_quoting_it(value: str) -> None:
+    with pytest.raises(ValueError, match="without spaces around it") as refused:
+        checked_headers({"X-Api-Key": value})
+
+    assert "topsecret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Accept-Encoding", "Expect", "TE", "Upgrade"])
+def test_headers_that_change_how_a_request_is_sent_are_reserved(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be set"):
+        checked_headers({name: "x"})
 
 
 def test_a_server_that_recovers_within_three_retries_discards_nothing() -> None:

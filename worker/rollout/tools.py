@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from core.evals.schemas import MAX_PROBLEM
-from core.masking import hide_in_error, mask_values, secrets_of
+from core.masking import hide_in_error, mask_values, secrets_of, secrets_of_headers
 from graders.calls import AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
 from graders.endpoint import Endpoints
 from graders.hazards import table
@@ -36,8 +36,14 @@ class HttpTool:
     def of(cls, row: Mapping[str, Any]) -> "HttpTool":
         return cls(row["name"], row["server_url"], row.get("headers") or {})
 
-    def without_secrets(self, text: str) -> str:
-        return mask_values(text, [*self.headers.values(), *secrets_of(self.server_url)])
+    @property
+    def values(self) -> list[str]:
+        """Every value that only the user may see. A reason for an error is without them."""
+        return [*self.headers.values(), *secrets_of(self.server_url)]
+
+    def output(self, text: str) -> str:
+        """What the model reads: the text, except for keys. Other headers may have words that occur in any text."""
+        return mask_values(text, [*secrets_of_headers(self.headers), *secrets_of(self.server_url)])
 
 
 @dataclass(frozen=True)
@@ -186,24 +192,21 @@ class HttpTools:
         except AnswerTooLong as long:
             return long
         except NoAnswer as silence:
-            raise ToolFailed(f"no answer: {tool.without_secrets(hide_in_error(str(silence)))}") from None
+            raise ToolFailed(f"no answer: {mask_values(hide_in_error(str(silence)), tool.values)}") from None
 
     def _result(self, tool: HttpTool, reply: Reply | AnswerTooLong, began: float) -> ToolResult:
         seconds = self._clock() - began
         if isinstance(reply, AnswerTooLong):
             return ToolResult.of_error(str(reply), seconds, code=413)
         if not reply.ok and not 400 <= reply.status < 500:
-            secrets = (*tool.headers.values(), *secrets_of(tool.server_url))
-            raise ToolFailed(f"HTTP {reply.status}: {quoted_reply(reply.text, *secrets)}")
+            raise ToolFailed(f"HTTP {reply.status}: {quoted_reply(reply.text, *tool.values)}")
         output = _output(reply.text)
         if not reply.is_utf8:
             return ToolResult.of_error("the answer of the tool is not UTF-8", seconds)
         if output is not None:
-            return ToolResult(
-                tool.without_secrets(output), "" if reply.ok else f"HTTP {reply.status}", seconds
-            )
+            return ToolResult(tool.output(output), "" if reply.ok else f"HTTP {reply.status}", seconds)
         if not reply.ok:
-            return ToolResult(tool.without_secrets(reply.text), f"HTTP {reply.status}", seconds)
+            return ToolResult(tool.output(reply.text), f"HTTP {reply.status}", seconds)
         return ToolResult.of_error("the answer of the tool has no 'output'", seconds)
 
 
