@@ -8,6 +8,8 @@ from typing import Any, Literal
 # tokens: an answer was cut at its limit. context: there is no room for the next one. discarded: a tool failed.
 StopReason = Literal["final", "max_steps", "tokens", "context", "time", "discarded"]
 
+NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
+
 
 @dataclass(frozen=True)
 class ToolUse:

@@ -128,6 +128,16 @@ def test_a_grader_of_calls_needs_a_row_that_has_tools(
     assert "no row of the training file has tools" in job.error["message"]
 
 
+def test_a_grader_of_episodes_needs_a_job_with_tools(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+) -> None:
+    grader = CALLS | {"input": "{{sample.stop}}"}
+
+    job, _ = validate([GOOD | TOOLS], grader=grader)
+
+    assert job.error["message"].endswith("reads sample.stop, which is null in a job without 'tools'.")
+
+
 def test_replies_to_rows_with_tools_warn_of_nothing_because_the_right_calls_are_not_known(
     bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:

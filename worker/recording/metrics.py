@@ -10,7 +10,7 @@ from typing import Any, get_args
 from core.jobs.hyperparameters import Resolved
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
-from worker.episode import StopReason
+from worker.episode import NOT_EXECUTED, StopReason
 from worker.history import Steps, first
 from worker.recording import passes
 from worker.recording.verdict import compare, row_scores, standard_error
@@ -309,7 +309,7 @@ def _episodes(rollouts: Sequence[Rollout]) -> dict[str, float]:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    uses = [use for episode in episodes for use in episode.uses]
+    uses = [use for episode in episodes for use in episode.uses if use.error != NOT_EXECUTED]
     stops = Counter(episode.stop for episode in episodes)
     seconds = sorted(use.seconds for use in uses if use.seconds > 0)
     data = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Protocol
 
-from worker.episode import Episode, StopReason, ToolUse
+from worker.episode import NOT_EXECUTED, Episode, StopReason, ToolUse
 from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, ToolsFail, call_problem
 from worker.sampling import Answer, SampledTurns, Sampling, TurnSampler
 from worker.types import Call, Node, Prompt, Rollout
@@ -19,7 +19,6 @@ from worker.types import Call, Node, Prompt, Rollout
 TIMEOUT_S = 1800.0  # of an episode, from its first answer on
 # Tokens of the results of one turn, up to which memory is planned. Longer ones leave room for fewer turns.
 RESULT_TOKENS = 1024
-NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
 MAX_CALLS = 32  # of one answer, each of which may have a result of a megabyte
 TOO_MANY_CALLS = f"not executed: an answer may have at most {MAX_CALLS} calls"
 CALL_LEFT = "another call of the answer failed before this one had ended"

@@ -35,10 +35,11 @@ from core.telemetry import logs, tracing
 from core.tool_parsers import NO_FORMAT, tools_problem
 from graders.backends import Backends, InvalidBackends
 from graders.build import (
+    EPISODE_FIELDS,
     NotConfigured,
     environments_of,
     graders_of,
-    reads_tools,
+    reads_sample,
     reward_model_parts,
     row_problems,
 )
@@ -272,9 +273,15 @@ def _refuse_tools(
         raise UserMistake("invalid_value", problem, param)
     if names_of(job.body):
         _refuse_schemas((("training_file", rows), ("validation_file", valid_rows)))
-    where = None if spec is None else reads_tools(spec, GRADER_PARAM)
-    if where is not None and not any(row.tools for row in rows):
-        message = f"'{where}' reads sample.output_tools, and no row of the training file has tools."
+    if spec is None:
+        return
+    if not names_of(job.body) and (read := reads_sample(spec, GRADER_PARAM, EPISODE_FIELDS)) is not None:
+        where, name = read
+        message = f"'{where}' reads sample.{name}, which is null in a job without 'tools'."
+        raise UserMistake("invalid_grader", message, where)
+    if (read := reads_sample(spec, GRADER_PARAM, ("output_tools",))) and not any(row.tools for row in rows):
+        where, name = read
+        message = f"'{where}' reads sample.{name}, and no row of the training file has tools."
         raise UserMistake("invalid_grader", message, where)
 
 
