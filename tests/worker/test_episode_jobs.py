@@ -118,6 +118,7 @@ def test_a_job_learns_from_episodes_whose_tools_were_executed(
     assert measured["stop_max_steps_share"] == len(whole) / len(rows)
     assert measured["stop_max_steps_share"] + measured["stop_tokens_share"] == 1
     assert 1 < measured["episode_turns_mean"] <= 2
+    assert measured["tool_errors_share"] == 0  # the calls of the last answers were not executed
     assert 0 < measured["tool_seconds_p50"] <= measured["tool_seconds_p95"]
     assert measured["episode_context_tokens_mean"] > len("tool right")
     sent = {(call["trace_id"], call["call_id"]) for call in server.calls}

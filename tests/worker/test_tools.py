@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,12 +250,17 @@ def test_the_model_reads_that_a_schema_cannot_be_applied_to_its_call(
     assert problem in asyncio.run(call_problem("search", '{"q": "x"}', [function]))
 
 
-def test_the_model_reads_that_its_call_cannot_be_checked_while_the_checks_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_model_reads_that_its_call_cannot_be_checked_while_the_checks_fail() -> None:
     broken = replace(table.ITEMS, name="broken", function="core.evals.schemas:schema_problem", warm_up=())
-    monkeypatch.setattr(table, "ITEMS", broken)
 
-    problem = asyncio.run(call_problem("search", '{"q": "x"}', [SEARCH]))
+    problem = asyncio.run(call_problem("search", '{"q": "x"}', [SEARCH], broken))
 
     assert problem.startswith("the arguments cannot be checked: broken: ")
+
+
+def test_the_tool_of_the_example_says_the_digits_of_its_rows() -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/digit_tool.py"))
+
+    for drawer, row in enumerate(example["rows"]()):
+        said = example["output_of"]({"arguments": json.dumps({"drawer": float(drawer)}), "item": row})
+        assert said == f"The digit in drawer {drawer} is {row['digit']}."

@@ -153,7 +153,7 @@ class _Run:
                 return "context"
 
     async def _suffix(self, answer: Rollout, message: Message, results: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens behind the answer, rendered in a thread so that other episodes go on."""
+        """The tokens behind the answer, rendered in a thread so that other episodes continue."""
         async with self.runner.rendering:
             return await asyncio.to_thread(
                 self.runner.suffixes.after, answer, message, results, self.functions

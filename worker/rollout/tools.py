@@ -14,6 +14,7 @@ from graders.calls import AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, R
 from graders.endpoint import Endpoints
 from graders.hazards import table
 from graders.hazards.pool import HazardFailed, LimitExceeded, shared
+from graders.hazards.table import Hazard
 from graders.types import Item
 
 MAX_BYTES = 1_000_000  # of a request, and of an answer
@@ -42,7 +43,7 @@ class HttpTool:
         return [*self.headers.values(), *secrets_of(self.server_url)]
 
     def output(self, text: str) -> str:
-        """What the model reads: the text, except for keys. Other headers may have words that occur in any text."""
+        """The text with keys masked, for the model. Other headers may have words that occur in any text."""
         return mask_values(text, [*secrets_of_headers(self.headers), *secrets_of(self.server_url)])
 
 
@@ -223,11 +224,14 @@ def _output(text: str) -> str | None:
     return written.encode(errors="replace").decode()  # a lone surrogate is no character
 
 
-async def call_problem(name: str, arguments: str, functions: Sequence[Mapping[str, Any]]) -> str:
+async def call_problem(
+    name: str, arguments: str, functions: Sequence[Mapping[str, Any]], check: Hazard = table.ITEMS
+) -> str:
     """The reason why a call of the model is not sent to its tool; "" if it is.
 
     Args:
         functions: `tools` of the row.
+        check: applies a schema to a list of arguments.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in functions}
     if name not in schemas:
@@ -240,7 +244,7 @@ async def call_problem(name: str, arguments: str, functions: Sequence[Mapping[st
     except (ValueError, RecursionError):
         return "the arguments are not JSON"
     try:
-        checked = shared().submit(table.ITEMS, json.dumps(schemas[name]), json.dumps([given]))
+        checked = shared().submit(check, json.dumps(schemas[name]), json.dumps([given]))
         [problem] = await asyncio.wrap_future(checked)
     except (LimitExceeded, HazardFailed) as cause:
         return f"the arguments cannot be checked: {cause}"[:MAX_PROBLEM]
