@@ -190,6 +190,11 @@ def _masked_texts(value: Any) -> Any:
     return value if value is None else MASK
 
 
+def secrets_of_headers(headers: Mapping[str, str]) -> list[str]:
+    """The values of headers with names of secrets, such as Authorization and Cookie."""
+    return [value for name, value in headers.items() if _SECRET_FIELD.fullmatch(name)]
+
+
 def secrets_of(url: str) -> list[str]:
     """The values of the query's parameters that `hide_secrets` masks."""
     return [unquote(value) for name, value in _PARAMETER.findall(url) if _QUERY_NAME.fullmatch(unquote(name))]

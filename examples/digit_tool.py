@@ -9,10 +9,12 @@ host 127.0.0.1 under [endpoints] in REGRAFT_GRADERS_FILE.
 
 import json
 import sys
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 PORT = 8900
+SECRET = "change me: a model could learn a digit that follows from the drawer"
 QUESTION = "Which digit is in drawer {}? Answer with the digit alone."
 LOOKUP = {
     "type": "function",
@@ -28,12 +30,16 @@ LOOKUP = {
 }
 
 
+def digit_in(drawer: int) -> str:
+    return str(sha256(f"{SECRET}/{drawer}".encode()).digest()[0] % 10)
+
+
 def rows() -> list[dict[str, Any]]:
     return [
         {
             "messages": [{"role": "user", "content": QUESTION.format(drawer)}],
             "tools": [LOOKUP],
-            "digit": str(drawer * 7 % 10),
+            "digit": digit_in(drawer),
         }
         for drawer in range(100)
     ]
@@ -41,8 +47,8 @@ def rows() -> list[dict[str, Any]]:
 
 def output_of(call: dict[str, Any]) -> str:
     """Return the text that the model reads after its call. The row is in `call["item"]`."""
-    drawer = json.loads(call["arguments"])["drawer"]
-    return f"The digit in drawer {drawer} is {drawer * 7 % 10}."
+    drawer = int(json.loads(call["arguments"])["drawer"])  # 2.0 is an integer of JSON schemas, too
+    return f"The digit in drawer {drawer} is {digit_in(drawer)}."
 
 
 class Lookup(BaseHTTPRequestHandler):
@@ -65,5 +71,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["rows"]:
         for row in rows():
             sys.stdout.write(json.dumps(row) + "\n")
+    elif sys.argv[1:] != ["serve"]:
+        sys.exit(__doc__)
     else:
         ThreadingHTTPServer(("127.0.0.1", PORT), Lookup).serve_forever()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as Folder
 from typing import Any, assert_never
 
@@ -267,14 +267,22 @@ def unusable_references(spec: GraderSpec, row: Item) -> list[str]:
     ]
 
 
-def reads_tools(spec: GraderSpec, param: str) -> str | None:
-    """Return the path of the first grader whose template reads sample.output_tools, or None. `param` is the root."""
+# Fields of a sample that are null unless tools were executed.
+EPISODE_FIELDS = ("messages", "turns", "stop", "trace_id")
+
+
+def reads_sample(spec: GraderSpec, param: str, fields: Sequence[str]) -> tuple[str, str] | None:
+    """Return the path of the first grader whose template reads one of these fields of `sample`, and the field, or None.
+
+    Args:
+        param: The path of the spec.
+    """
     if parts := parts_of(spec):
-        found = (reads_tools(sub, f"{param}.graders.{key}") for key, sub in parts.items())
-        return next((path for path in found if path), None)
+        found = (reads_sample(sub, f"{param}.graders.{key}", fields) for key, sub in parts.items())
+        return next((one for one in found if one), None)
     references = (part for one in _templates(spec) for part in one.parts if isinstance(part, Reference))
-    reads = any(one.namespace == "sample" and one.path[:1] == ("output_tools",) for one in references)
-    return param if reads else None
+    read = (one.path[0] for one in references if one.namespace == "sample" and one.path)
+    return next(((param, str(name)) for name in read if name in fields), None)
 
 
 def _templates(spec: GraderSpec) -> Iterator[Template]:

@@ -137,6 +137,10 @@ async def post(
         except TimeoutError:
             silent = True
             failure = f"no response within {timeout_s:g} seconds"
+        except httpx.LocalProtocolError:
+            raise NoAnswer(
+                "a header cannot be sent"
+            ) from None  # its error quotes the value, which is a secret
         except (httpx.HTTPError, NoAddress) as error:
             failure, away = str(error) or type(error).__name__, _is_outage(error)
         except (UrlNotAllowed, httpx.InvalidURL, UnicodeError) as refused:
@@ -214,6 +218,8 @@ async def _post_once(
         async for chunk in response.aiter_raw():
             read += chunk
             if len(read) > max_bytes:
+                if not (200 <= response.status_code < 300 or 400 <= response.status_code < 500):
+                    break  # the status is what counts
                 raise AnswerTooLong(f"the answer is longer than {max_bytes} bytes")
         try:
             text, is_utf8 = read.decode(), True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from graders import complaints
 from graders.hazards import table
@@ -29,6 +31,19 @@ def check_patterns(spec: GraderSpec, param: str = "grader") -> None:
         if why:
             mistake = complaints.invalid_value(where, f"{why}.")
             raise InvalidGrader(mistake.message, mistake.param, mistake.code)
+
+
+def schema_problem(schema: Mapping[str, Any]) -> str:
+    """The reason why this is not a JSON schema; "" if it is one.
+
+    Raises:
+        HazardFailed: The hazard pool failed.
+    """
+    try:
+        problem: str = shared().submit(table.ITEM_SCHEMA, json.dumps(schema)).result()
+    except LimitExceeded as exceeded:
+        return f"it is too expensive: {exceeded}"
+    return problem
 
 
 def has_patterns(spec: GraderSpec) -> bool:

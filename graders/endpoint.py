@@ -24,8 +24,20 @@ MAX_PAYLOAD = 1_000_000  # bytes
 TIMEOUT_S = 600.0
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
-_OURS = frozenset({"host", "content-length", "content-type", "transfer-encoding", "connection"})
+_HEADER_VALUE = re.compile(r"(?:[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)?")
+_OURS = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "content-type",
+        "expect",
+        "host",
+        "te",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
 
 
 def checked_url(url: str) -> str:
@@ -47,7 +59,7 @@ def checked_headers(headers: dict[str, str]) -> dict[str, str]:
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OURS:
             raise ValueError(f"{quoted(name)} cannot be set")
         if not _HEADER_VALUE.fullmatch(value):
-            raise ValueError(f"the value of {quoted(name)} must be printable ASCII")
+            raise ValueError(f"the value of {quoted(name)} must be printable ASCII without spaces around it")
     return headers
 
 

@@ -8,13 +8,15 @@ from typing import Any, Literal
 # tokens: an answer was cut at its limit. context: there is no room for the next one. discarded: a tool failed.
 StopReason = Literal["final", "max_steps", "tokens", "context", "time", "discarded"]
 
+NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
+
 
 @dataclass(frozen=True)
 class ToolUse:
     """A call of a tool in an episode, and what the model read."""
 
     call: Mapping[str, Any]  # in OpenAI's format
-    output: str | None  # None: it was not executed
+    output: str | None  # None: it was not executed, or failed and discarded the episode
     error: str = ""  # the reason why `output` is not the output of the tool
     seconds: float = 0.0
 

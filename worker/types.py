@@ -148,6 +148,11 @@ class Rollout:
         return self.finish_reason == "length"
 
     @property
+    def is_discarded(self) -> bool:
+        """Whether it is an episode in which a tool failed, so that no grader gets it."""
+        return self.episode is not None and self.episode.stop == "discarded"
+
+    @property
     def is_sampled_T(self) -> tuple[bool, ...]:
         """Which tokens of `output_ids_T` were sampled: all but the forced ones."""
         if self.nodes:

@@ -23,7 +23,7 @@ from core.database.tables import EvalRun, Job, Pipeline, Project
 from core.errors import InvalidRequest, ModelNotFound
 from core.evals import summary, targets
 from core.jobs.params import TEACHER_PARAM
-from core.masking import hide_secrets
+from core.masking import hide_in_method, hide_secrets
 from core.pipelines import graph, lifecycle
 from core.pipelines.lifecycle import Stage
 from core.results import model_aliases
@@ -117,16 +117,18 @@ def _progress(session: Session, stages: Sequence[Stage]) -> Mapping[str, dict[st
 
 
 def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification without the secrets of its grader. A stored grader is shown as the reference to its version."""
+    """The specification without the secrets of its grader and tools. A stored grader is shown as the reference to its version."""
     method = spec.get("method") or {}
     inner = method.get("reinforcement") or {}
     shown = dict(spec)
     if isinstance(spec.get("grader"), dict):
         shown["grader"] = hide_secrets(spec["grader"])
-    if isinstance(grader := inner.get("grader"), dict):
-        stored = ResolvedReference.of(grader)
-        visible = hide_secrets(grader) if stored is None else {"type": TYPE, **stored.reference()}
-        shown["method"] = {**method, "reinforcement": {**inner, "grader": visible}}
+    if inner:
+        visible = hide_in_method(inner)
+        grader = inner.get("grader")
+        if isinstance(grader, dict) and (stored := ResolvedReference.of(grader)) is not None:
+            visible["grader"] = {"type": TYPE, **stored.reference()}
+        shown["method"] = {**method, "reinforcement": visible}
     return shown
 
 

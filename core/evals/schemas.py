@@ -1,6 +1,10 @@
-"""JSON schemas of items. These functions run in the hazard pool only: a schema of a user may take long to apply."""
+"""JSON schemas of items and of the arguments of calls.
+
+These functions run in the hazard pool only: a schema of a user may take long to apply.
+"""
 
 import json
+import re
 from typing import Any
 
 MAX_PROBLEM = 300  # characters
@@ -15,6 +19,8 @@ def schema_problem(schema: str) -> str:
         Draft202012Validator.check_schema(json.loads(schema))
     except SchemaError as invalid:
         return _cut(f"{_path(invalid.absolute_path)}{invalid.message}")
+    except RecursionError:
+        return "the schema is nested too deep"
     return ""
 
 
@@ -22,7 +28,7 @@ def item_problems(schema: str, items: str) -> list[str]:
     """For each item of a JSON array the first violation of the schema, or ""."""
     import referencing
     from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
+    from jsonschema.exceptions import UnknownType, best_match
     from referencing.exceptions import Unresolvable
 
     # An empty registry: a reference to another document is an error instead of a download.
@@ -38,8 +44,13 @@ def item_problems(schema: str, items: str) -> list[str]:
         except RecursionError:
             problems.append("the item is nested too deep, or the schema refers to itself without end")
             continue
-        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as cause:
-            # A reference to a value that is not a schema, or a number that cannot be divided.
+        except UnknownType as unknown:
+            problems.append(
+                _cut(f"the schema cannot be applied: {unknown.type!r} is no type of JSON schemas")
+            )
+            continue
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, re.error) as cause:
+            # A reference to a value that is not a schema, a number that cannot be divided, or an invalid pattern.
             problems.append(_cut(f"the schema cannot be applied: {type(cause).__name__}: {cause}"))
             continue
         problems.append(

@@ -738,6 +738,22 @@ def test_headers_of_endpoint_graders_are_masked() -> None:
     assert of_sample["grader"]["headers"].keys() == {"authorization"}
 
 
+def test_secrets_of_tools_are_masked() -> None:
+    tool = {
+        "name": "search",
+        "server_url": "https://x/search?api_key=in-the-url",
+        "headers": {"authorization": "in-a-header"},
+    }
+    inner = {"grader": {"type": "string_check", "name": "s"}, "tools": [tool], "max_episode_steps": 4}
+
+    shown = shown_spec({"model": "m", "method": {"type": "reinforcement", "reinforcement": inner}})
+
+    [masked] = shown["method"]["reinforcement"]["tools"]
+    assert "in-" not in json.dumps(shown)
+    assert masked["headers"].keys() == {"authorization"}
+    assert shown["method"]["reinforcement"] == inner | {"tools": [masked]}
+
+
 def test_graders_of_a_job_are_masked_in_every_form_that_a_request_may_have() -> None:
     endpoint = {"type": "endpoint", "name": "e", "url": "https://x", "headers": {"authorization": "secret"}}
     multi = {"type": "multi", "name": "m", "graders": [endpoint, endpoint | {"headers": None}]}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from worker.rollout.episodes import EpisodeLimits, EpisodeSampler
+from core.storage.message_rows import conversation_problems
+from worker.rollout.episodes import MAX_CALLS, TOO_MANY_CALLS, EpisodeLimits, EpisodeSampler
 from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, ToolsFail
 from worker.sampling import Answer, Sampling
 from worker.types import Call, ParsedAnswer, Prompt, Rollout
@@ -89,6 +91,9 @@ class Lengths:
     ) -> tuple[int, ...]:
         assert [call["id"] for call in message["tool_calls"]] == [one["tool_call_id"] for one in results]
         return (0, *(len(one["content"]) for one in results), 0)
+
+    def fewest(self, results: Sequence[Mapping[str, Any]]) -> int:
+        return len(results)
 
 
 def episodes(
@@ -217,9 +222,9 @@ def test_a_tool_that_fails_discards_its_episode_and_no_other() -> None:
             raise ToolFailed("HTTP 500: 'boom'")
         return ToolResult("fine")
 
-    discarded, other = episodes(
-        Script(lambda member: [said(f'search:{{"q":{member}}}'), said("done")]), Notes(fail)
-    )
+    script = Script(lambda member: [said(f'search:{{"q":{member}}}'), said("done")])
+
+    discarded, other = episodes(script, Notes(fail))
 
     assert discarded.episode is not None
     assert other.episode is not None
@@ -227,12 +232,136 @@ def test_a_tool_that_fails_discards_its_episode_and_no_other() -> None:
     assert other.episode.stop == "final"
 
 
+def test_a_batch_of_which_most_episodes_are_discarded_pauses_the_job() -> None:
+    def fail(call: ToolRequest) -> ToolResult:
+        raise ToolFailed("HTTP 500: 'boom'")
+
+    script = Script(lambda member: [said('search:{"q":1}') if member else said("done")])
+
+    with pytest.raises(ToolsFail, match="2 of 3 episodes were discarded") as paused:
+        episodes(script, Notes(fail), sampling=replace(SAMPLING, group_size=3))
+
+    assert paused.value.data == {"episodes": 3, "failed": 2, "reasons": ["HTTP 500: 'boom'"] * 2}
+
+
 def test_a_tool_of_which_most_calls_fail_ends_the_sampling() -> None:
     def fail(call: ToolRequest) -> ToolResult:
-        raise ToolsFail("search", 64, ["HTTP 500: 'boom'"] * 33)
+        raise ToolsFail.of_calls("search", 64, ["HTTP 500: 'boom'"] * 33)
 
     with pytest.raises(ToolsFail, match="33 of the newest 64 calls of the tool 'search' failed"):
         episodes(Script(lambda member: [said('search:{"q":1}')]), Notes(fail))
+
+
+def test_a_job_pauses_although_another_call_of_the_answer_only_discards_its_episode() -> None:
+    both = asyncio.Barrier(2)
+
+    class Failing(Notes):
+        async def call(self, call: ToolRequest) -> ToolResult:
+            await both.wait()
+            raise (
+                ToolFailed("HTTP 500")
+                if call.name == "search"
+                else ToolsFail.of_calls("sum", 64, ["HTTP 500"] * 33)
+            )
+
+    with pytest.raises(ToolsFail):
+        one(said('search:{"q":1} sum:{"q":2}'), tools=Failing())
+
+
+def test_the_call_that_discards_an_episode_is_among_its_calls_with_its_error() -> None:
+    def fail(call: ToolRequest) -> ToolResult:
+        raise ToolFailed("HTTP 500: 'boom'")
+
+    answers = {0: [said('search:{"q":1}')], 1: [said("done")]}
+    rollout, _ = episodes(Script(answers.__getitem__), Notes(fail))
+
+    assert [(call["output"], call["error"]) for call in rollout.tool_calls] == [(None, "HTTP 500: 'boom'")]
+
+
+def test_a_timeout_that_is_not_the_limit_of_the_episode_is_an_error() -> None:
+    def fail(call: ToolRequest) -> ToolResult:
+        raise TimeoutError("of something else")
+
+    with pytest.raises(TimeoutError, match="of something else"):
+        one(said('search:{"q":1}'), tools=Notes(fail))
+
+
+def test_results_that_cannot_fit_are_not_rendered() -> None:
+    class Long(Lengths):
+        def fewest(self, results: Sequence[Mapping[str, Any]]) -> int:
+            return LIMITS.context
+
+        def after(self, *given: Any) -> tuple[int, ...]:
+            raise AssertionError("they do not fit")
+
+    sampler = EpisodeSampler(
+        Script(lambda member: [said('search:{"q":1}')]), Notes(), read_calls, Long(), LIMITS, "job_1"
+    )
+
+    async def sample() -> list[Answer]:
+        return [answer async for answer in sampler.sample([PROMPT], replace(SAMPLING, group_size=1))]
+
+    [answer] = asyncio.run(sample())
+
+    assert answer.rollout.episode is not None
+    assert answer.rollout.episode.stop == "context"
+
+
+def test_results_are_rendered_beside_the_event_loop() -> None:
+    class Elsewhere(Lengths):
+        def after(self, *given: Any) -> tuple[int, ...]:
+            assert threading.current_thread() is not threading.main_thread()
+            return super().after(*given)
+
+    sampler = EpisodeSampler(
+        Script(lambda member: [said('search:{"q":1}'), said("done")]),
+        Notes(),
+        read_calls,
+        Elsewhere(),
+        LIMITS,
+        "job_1",
+    )
+
+    async def sample() -> list[Answer]:
+        return [answer async for answer in sampler.sample([PROMPT], replace(SAMPLING, group_size=1))]
+
+    [answer] = asyncio.run(sample())
+
+    assert answer.rollout.content == "done"
+
+
+def test_an_answer_executes_a_bounded_number_of_calls() -> None:
+    notes = Notes()
+
+    rollout = one(
+        said(" ".join(['search:{"q":1}'] * (MAX_CALLS + 2))),
+        said("done"),
+        tools=notes,
+        limits=replace(LIMITS, context=1000),
+    )
+
+    assert len(notes.calls) == MAX_CALLS
+    assert [call["error"] for call in rollout.tool_calls[-3:]] == [None, TOO_MANY_CALLS, TOO_MANY_CALLS]
+
+
+def test_the_key_of_a_call_depends_on_its_episode_its_place_and_its_arguments() -> None:
+    def keys(*answers: str) -> list[str]:
+        notes = Notes()
+        one(*map(said, answers), said("done"), tools=notes)
+        return [call.key for call in notes.calls]
+
+    first = keys('search:{"q":1} search:{"q":1}', 'search:{"q":1}')
+
+    assert len(set(first)) == 3
+    assert set(keys('search:{"q":1}')) < set(first)
+    assert set(keys('search:{"q":2}')).isdisjoint(first)
+
+
+def test_the_result_of_a_call_that_cannot_be_read_belongs_to_a_call_of_the_conversation() -> None:
+    rollout = one(said("{"), said("sorry"))
+
+    assert rollout.episode is not None
+    assert list(conversation_problems("messages", {"messages": list(rollout.episode.messages)})) == []
 
 
 def test_tools_of_all_episodes_and_of_one_answer_run_at_once() -> None:

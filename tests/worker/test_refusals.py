@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -42,8 +43,10 @@ from worker import process
 from worker.assemble import assemble
 from worker.child import followed, run_claim, status_of
 from worker.device import GpuUnusable
+from worker.episode import Episode
 from worker.model.policy import Base, Policy, load_base
 from worker.prepare.scorers import reward_models, teacher_model
+from worker.recording import metrics
 from worker.recording.alerts import require_grades
 from worker.refusals import (
     InvalidModel,
@@ -723,3 +726,17 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(
     assert len(job.error["message"]) < 400
     with pytest.raises(BlobNotFound):  # the run had nothing else to say
         bench.blobs.read(run_logs.key(bench.project.id, job.id, runs[0].epoch))
+
+
+def test_discarded_episodes_are_no_failures_of_the_grader() -> None:
+    """A tool failed: the share of ungraded answers, by which a job fails, is of the others."""
+    lost = Episode((), (), "discarded", "trace_1", "HTTP 500")
+    episode = replace(Rollout((1,), (-1.0,), "", "stop"), episode=lost)
+    whole = Rollout((1,), (-1.0,), "", "stop")
+    no_grade = Grade(None, "the episode was discarded: HTTP 500", ErrorKind.other_error)
+    group = Group(Prompt(1, (1,), {}), (episode, episode, whole), (no_grade, no_grade, Grade(1.0)))
+
+    assert metrics.ungraded([group]) is None
+    discarded = metrics.discarded([group])
+    assert discarded is not None
+    assert discarded.message == ("2 of 3 episodes were discarded because a tool failed. Most often: HTTP 500")

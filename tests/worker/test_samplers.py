@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.present import untyped
+from worker.model.policy import Route
 from worker.out_of_memory import OutOfDeviceMemory
 from worker.sampling import Answer, Sampling, from_thread
-from worker.sampling.transformers import TransformersSampler
+from worker.sampling.transformers import TransformersSampler, TransformersTurns
 from worker.types import Prompt, Rollout
 
 
@@ -71,7 +72,7 @@ class NoRoom(TransformersSampler):
     """Fails where a wave begins, which is in none of its steps."""
 
     def __init__(self) -> None:
-        super().__init__(untyped(SimpleNamespace(device=torch.device("cpu"))))
+        super().__init__(untyped(SimpleNamespace(device=torch.device("cpu"), route=Route())))
 
     def steps(self, *arguments: Any) -> Any:
         raise MemoryError("no room for the cache")
@@ -107,3 +108,42 @@ def test_a_turn_that_runs_out_of_memory_says_that_the_sampler_did(kind: type[NoR
         asyncio.run(ask())
 
     assert raised.value.shortage.place == "sampler"
+
+
+class Waves(TransformersSampler):
+    """Writes down the prompts of each wave, whose answers end at once."""
+
+    def __init__(self, route: Route) -> None:
+        policy = untyped(SimpleNamespace(device=torch.device("cpu"), route=route))
+        super().__init__(policy, max_tokens_in_flight=30)
+        self.waves: list[list[int]] = []
+
+    def steps(self, prompts_P: Any, *arguments: Any) -> Any:
+        self.waves.append([prompt.line for prompt in prompts_P])
+        yield [(row, answer(0).rollout) for row in range(len(prompts_P))]
+
+
+@pytest.mark.parametrize(
+    ("route", "waves"), [(Route(), [[0, 1], [2]]), (Route(decode="alone"), [[0], [1], [2]])]
+)
+def test_a_wave_of_turns_fits_with_all_rows_as_long_as_its_longest(
+    route: Route, waves: list[list[int]]
+) -> None:
+    sampler = Waves(route)
+    sampling = Sampling(group_size=1, temperature=1.0, max_completion_tokens=4, job_seed=1, step=0)
+    turns = TransformersTurns(sampler, sampling)
+
+    async def work() -> asyncio.Task[None]:
+        return asyncio.create_task(asyncio.to_thread(turns.work))
+
+    async def sample() -> None:
+        prompts = [Prompt(line, (1,) * length, {}) for line, length in enumerate((10, 2, 2))]
+        async with asyncio.timeout(60):
+            wanted = asyncio.gather(*(turns.next(prompt, 0) for prompt in prompts))
+            _, working = await asyncio.gather(wanted, work())
+            turns.close()
+            await working
+
+    asyncio.run(sample())
+
+    assert sampler.waves == waves

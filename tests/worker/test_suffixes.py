@@ -134,3 +134,14 @@ def test_the_templates_of_trl_whose_calls_can_be_read_are_exact() -> None:
 
     assert {"qwen2_5", "qwen3", "qwen3_6"} < read.keys()
     assert single == {"llama3_1"}
+
+
+def test_the_fewest_tokens_of_results_are_known_without_their_tokens() -> None:
+    found = suffixes(PLAIN)
+    [end] = found.stop_ids
+    answer = Rollout((end,), (-1.0,), "", "stop")
+    said = results("a long result " * 100)
+
+    fewest = found.fewest(said)
+
+    assert 0 < fewest < len(found.after(answer, message("sum"), said, []))

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graders.calls import CallRetryPolicy
-from graders.endpoint import Endpoints
+from graders.endpoint import Endpoints, checked_headers
+from graders.hazards import table
 from tests.graders.servers import Reply, ScriptedServer, Time, serving
 from worker.rollout.tools import (
     MAX_BYTES,
@@ -25,7 +29,7 @@ from worker.rollout.tools import (
 
 ROW = {"messages": [], "city": "Oslo"}
 SHORT_S = 0.1  # the limit of an answer that never ends
-HEADERS = {"X-Api-Key": "very-secret"}
+HEADERS = {"X-Api-Key": "very-secret", "X-Region": "norway"}
 SEARCH = {
     "type": "function",
     "function": {
@@ -36,7 +40,7 @@ SEARCH = {
 
 
 def call(number: int = 0, item: Mapping[str, Any] = ROW) -> ToolRequest:
-    return ToolRequest(f"call_{number}", "search", '{"q":"rain"}', "trace_1", item)
+    return ToolRequest(f"call_{number}", f"key_{number}", "search", '{"q":"rain"}', "trace_1", item)
 
 
 def tools(url: str, time: Time, *, timeout_s: float = 5.0) -> HttpTools:
@@ -60,7 +64,7 @@ def outcome(*replies: Reply) -> Any:
     return asyncio.run(replied(*replies))[1][0]
 
 
-def test_a_call_is_sent_in_azures_format_with_its_id_as_the_key_of_repetitions() -> None:
+def test_a_call_is_sent_in_azures_format_with_the_key_of_its_repetitions() -> None:
     server, [result] = asyncio.run(replied(Reply(200, '{"output": "wet"}')))
 
     assert result.output == "wet"
@@ -75,7 +79,7 @@ def test_a_call_is_sent_in_azures_format_with_its_id_as_the_key_of_repetitions()
             "item": ROW,
         }
     ]
-    assert server.headers[0]["idempotency-key"] == "call_0"
+    assert server.headers[0]["idempotency-key"] == "key_0"
     assert server.headers[0]["x-api-key"] == "very-secret"
 
 
@@ -87,6 +91,7 @@ def test_a_call_is_sent_in_azures_format_with_its_id_as_the_key_of_repetitions()
         (Reply(404, "no such page"), "no such page"),
         (Reply(422, '{"output": "say where"}'), "say where"),
         (Reply(400, "key very-secret is old"), "key *** is old"),
+        (Reply(200, '{"output": "rain in norway"}'), "rain in norway"),
     ],
 )
 def test_the_model_reads_outputs_and_what_is_wrong_with_its_call(reply: Reply, output: str) -> None:
@@ -129,6 +134,40 @@ def test_a_server_that_fails_discards_the_episode_and_quotes_no_secret(status: i
     assert str(failed) == f"HTTP {status}: '***'"
     assert len(server.requests) == (1 if status == 302 else 4)
     assert {request["id"] for request in server.requests} == {"call_0"}
+
+
+def test_a_failure_with_a_long_body_is_a_failure() -> None:
+    server, [failed] = asyncio.run(replied(Reply(500, "x" * (MAX_BYTES + 1))))
+
+    assert isinstance(failed, ToolFailed)
+    assert str(failed).startswith("HTTP 500: ")
+    assert len(server.requests) == 4
+
+
+def test_the_reason_of_a_header_that_cannot_be_sent_is_without_its_value() -> None:
+    async def ask() -> ToolResult:
+        async with ScriptedServer([Reply(200, "{}")]) as url:
+            tool = HttpTool("search", url, {"X-Api-Key": "topsecret\t"})
+            return await HttpTools([tool], Endpoints(("127.0.0.1",))).call(call())
+
+    with pytest.raises(ToolFailed) as failed:
+        asyncio.run(ask())
+
+    assert str(failed.value) == "no answer: a header cannot be sent"
+
+
+@pytest.mark.parametrize("value", ["topsecret\t", " topsecret", "topsecret "])
+def test_a_header_with_space_around_its_value_is_refused_without_quoting_it(value: str) -> None:
+    with pytest.raises(ValueError, match="without spaces around it") as refused:
+        checked_headers({"X-Api-Key": value})
+
+    assert "topsecret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Accept-Encoding", "Expect", "TE", "Upgrade"])
+def test_headers_that_change_how_a_request_is_sent_are_reserved(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be set"):
+        checked_headers({name: "x"})
 
 
 def test_a_server_that_recovers_within_three_retries_discards_nothing() -> None:
@@ -194,3 +233,34 @@ def test_requests_to_one_tool_start_at_most_fifty_times_a_second() -> None:
 )
 def test_a_call_that_does_not_fit_its_function_has_a_problem(name: str, arguments: str, problem: str) -> None:
     assert asyncio.run(call_problem(name, arguments, [SEARCH])) == problem
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"q": {"type": "dict"}}}, "'dict' is no type of JSON schemas"),
+        ({"properties": {"q": {"pattern": "\\p{L}+"}}}, "bad escape"),
+    ],
+)
+def test_the_model_reads_that_a_schema_cannot_be_applied_to_its_call(
+    schema: Mapping[str, Any], problem: str
+) -> None:
+    function = {"type": "function", "function": {"name": "search", "parameters": schema}}
+
+    assert problem in asyncio.run(call_problem("search", '{"q": "x"}', [function]))
+
+
+def test_the_model_reads_that_its_call_cannot_be_checked_while_the_checks_fail() -> None:
+    broken = replace(table.ITEMS, name="broken", function="core.evals.schemas:schema_problem", warm_up=())
+
+    problem = asyncio.run(call_problem("search", '{"q": "x"}', [SEARCH], broken))
+
+    assert problem.startswith("the arguments cannot be checked: broken: ")
+
+
+def test_the_tool_of_the_example_says_the_digits_of_its_rows() -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/digit_tool.py"))
+
+    for drawer, row in enumerate(example["rows"]()):
+        said = example["output_of"]({"arguments": json.dumps({"drawer": float(drawer)}), "item": row})
+        assert said == f"The digit in drawer {drawer} is {row['digit']}."

@@ -128,6 +128,16 @@ def test_a_grader_of_calls_needs_a_row_that_has_tools(
     assert "no row of the training file has tools" in job.error["message"]
 
 
+def test_a_grader_of_episodes_needs_a_job_with_tools(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+) -> None:
+    grader = CALLS | {"input": "{{sample.stop}}"}
+
+    job, _ = validate([GOOD | TOOLS], grader=grader)
+
+    assert job.error["message"].endswith("reads sample.stop, which is null in a job without 'tools'.")
+
+
 def test_replies_to_rows_with_tools_warn_of_nothing_because_the_right_calls_are_not_known(
     bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
@@ -171,6 +181,28 @@ def test_the_tools_of_a_job_are_the_functions_of_its_rows(
 
     assert (job.status, job.error["param"]) == ("failed", param)
     assert job.error["message"].startswith(problem)
+
+
+@pytest.mark.parametrize("schema", [{"type": "dict"}, {"properties": {"x": {"pattern": "\\p{L}+"}}}])
+def test_the_functions_of_a_job_with_tools_need_schemas_that_can_be_applied(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]], schema: dict[str, Any]
+) -> None:
+    job, _ = validate([GOOD | TOOLS, GOOD | _red(schema)], tools=["red"])
+
+    assert job.error["param"] == "training_file"
+    assert job.error["message"].startswith("Line 2: tools[0].function.parameters is not a JSON schema: ")
+
+
+def test_a_schema_that_no_call_is_checked_with_may_be_of_any_kind(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+) -> None:
+    job, _ = validate([GOOD | _red({"type": "dict"})])
+
+    assert job.error is None
+
+
+def _red(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "red", "parameters": schema}}]}
 
 
 @pytest.mark.parametrize("file", ["training_file", "validation_file"])

@@ -7,6 +7,7 @@ boundary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from worker.model.policy import render
@@ -38,6 +39,14 @@ class NoSuffix(UnsupportedModel):
             f"The model cannot have episodes with executed tools, because of its chat template: {why}. Set "
             "chat_template in its entry of the model registry, or leave 'tools' out of the job."
         )
+
+
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The characters of the longest token, which in a vocabulary of bytes are bytes. None: one may be of any length."""
+    if tokenizer.unk_token_id is not None and "<0x00>" not in tokenizer.get_vocab():
+        return None
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _calling(answer: Message, calls: Sequence[Mapping[str, Any]]) -> Message:
@@ -99,6 +108,16 @@ class TemplateSuffixes:
         """
         assert answer.output_ids_T[-1] in self.stop_ids, "a truncated answer ends its episode"
         return self._difference(self.answer, message["tool_calls"], results, tools)
+
+    def fewest(self, results: Sequence[Message]) -> int:
+        """The tokens that the results have at least: each is at most as long as the longest in the vocabulary.
+
+        0: not known, because the vocabulary has one token for all that it lacks.
+        """
+        longest = longest_token(self.tokenizer)
+        characters = sum(len(result["content"].strip()) for result in results)
+        # A normalizer may write three characters as one (the parts of a syllable of Hangul).
+        return 0 if longest is None else characters // (3 * longest)
 
     def _takes(self, calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> bool:
         """Whether the template takes these calls. Raises NoSuffix as `_check` does."""

@@ -34,7 +34,7 @@ def report(
     settings: Resolved,
     failing_steps: int,
 ) -> None:
-    """Report answers that could not be graded, a skipped update, and a step without signal.
+    """Report discarded episodes, answers that could not be graded, a skipped update, and a step without signal.
 
     Args:
         groups_P: of the newest step of the history, without the resampled ones.
@@ -45,6 +45,8 @@ def report(
         UserMistake: that happened.
     """
     step, earlier = history.steps[-1].step, history.steps[:-1]
+    if (lost := metrics.discarded(groups_P)) is not None:
+        recorder.warn(lost.message, {"step": step, "reasons": lost.reasons})
     if (failures := metrics.ungraded(groups_P)) is not None:
         recorder.warn(failures.message, {"step": step, "reasons": failures.reasons})
         failed = stopping.in_a_row(history.steps, lambda one: (one.mean_unresponsive_rewards or 0.0) > 0.5)
@@ -141,7 +143,7 @@ def require_grades(valid_P: Sequence[Group]) -> None:
         UserMistake: not one validation answer could be graded, because of a name, an import or a field of the rows that
             does not exist.
     """
-    grades = [(grade, group.prompt.item) for group in valid_P for grade in group.grades_G]
+    grades = [(grade, group.prompt.item) for group in valid_P for grade in metrics.given_to_graders([group])]
     if grades and all(_is_broken(grade, item) for grade, item in grades):
         reason = Counter(grade.reason for grade, _ in grades).most_common(1)[0][0]
         raise UserMistake(

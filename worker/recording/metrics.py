@@ -10,7 +10,7 @@ from typing import Any, get_args
 from core.jobs.hyperparameters import Resolved
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
-from worker.episode import StopReason
+from worker.episode import NOT_EXECUTED, StopReason
 from worker.history import Steps, first
 from worker.recording import passes
 from worker.recording.verdict import compare, row_scores, standard_error
@@ -174,14 +174,25 @@ class Ungraded:
 
 
 def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
-    """None if every answer was graded."""
-    grades = _grades(groups_P)
+    """None if every answer was graded. Discarded episodes do not count: `discarded` has them."""
+    grades = given_to_graders(groups_P)
     counts = Counter(grade.reason for grade in grades if grade.score is None)
     if not counts:
         return None
     reasons = [reason for reason, _ in counts.most_common(5)]
     count = f"{counts.total()} of {len(grades)} samples could not be graded and teach nothing."
     return Ungraded(f"{count} Most often: {reasons[0]}", counts.total() / len(grades), reasons)
+
+
+def discarded(groups_P: Sequence[Group]) -> Ungraded | None:
+    """The episodes that no grader got, because a tool failed; None: there are none."""
+    episodes = [one.episode for one in _rollouts(groups_P) if one.episode is not None and one.is_discarded]
+    if not episodes:
+        return None
+    reasons = [reason for reason, _ in Counter(one.problem for one in episodes).most_common(5)]
+    every = len(_rollouts(groups_P))
+    count = f"{len(episodes)} of {every} episodes were discarded because a tool failed."
+    return Ungraded(f"{count} Most often: {reasons[0]}", len(episodes) / every, reasons)
 
 
 @dataclass(frozen=True)
@@ -244,7 +255,8 @@ def _has_fallen(reward: float, steps: Steps, answers: int) -> bool:
 def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
     grades, rollouts = _grades(groups_P), _rollouts(groups_P)
     lengths = [len(rollout.output_ids_T) for rollout in rollouts]
-    reward, failed = mean_reward(groups_P), [grade for grade in grades if grade.score is None]
+    reward, given = mean_reward(groups_P), given_to_graders(groups_P)
+    failed = sum(grade.score is None for grade in given) / max(1, len(given))
     truncated = sum(rollout.is_truncated for rollout in rollouts) / len(rollouts)
     parse_errors = sum(grade.error == ErrorKind.sample_parse_error for grade in grades) / len(grades)
     if split == "valid":
@@ -255,7 +267,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
             "full_valid_mean_parse_error": parse_errors,
             "valid_completion_tokens_mean": statistics.fmean(lengths),
             "valid_truncated_share": truncated,
-            "valid_unresponsive_rewards": len(failed) / len(grades),
+            "valid_unresponsive_rewards": failed,
             **_teacher_kl("full_valid_teacher_kl", rollouts),
         }
     scores = [grade.score for grade in grades if grade.score is not None]
@@ -269,7 +281,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         "truncated_share": truncated,
         **_reasoning(rollouts),
         **_episodes(rollouts),
-        "mean_unresponsive_rewards": len(failed) / len(grades),
+        "mean_unresponsive_rewards": failed,
         **_teacher_kl("teacher_kl", rollouts),
     }
 
@@ -297,7 +309,7 @@ def _episodes(rollouts: Sequence[Rollout]) -> dict[str, float]:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    uses = [use for episode in episodes for use in episode.uses]
+    uses = [use for episode in episodes for use in episode.uses if use.error != NOT_EXECUTED]
     stops = Counter(episode.stop for episode in episodes)
     seconds = sorted(use.seconds for use in uses if use.seconds > 0)
     data = {
@@ -379,6 +391,16 @@ def _update(update: UpdateMetrics) -> dict[str, Any]:
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:
     return [grade for group in groups_P for grade in group.grades_G]
+
+
+def given_to_graders(groups_P: Sequence[Group]) -> list[Grade]:
+    """The grades of all answers but discarded episodes: a tool failed there, and not the grader."""
+    return [
+        grade
+        for group in groups_P
+        for rollout, grade in zip(group.rollouts_G, group.grades_G, strict=True)
+        if not rollout.is_discarded
+    ]
 
 
 def _rollouts(groups_P: Sequence[Group]) -> list[Rollout]:

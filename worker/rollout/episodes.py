@@ -7,20 +7,21 @@ are episodes; what grades, learns and records does not know the difference. docs
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Protocol
 
-from worker.episode import Episode, StopReason, ToolUse
-from worker.refusals import first_error
-from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, call_problem
+from worker.episode import NOT_EXECUTED, Episode, StopReason, ToolUse
+from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, ToolsFail, call_problem
 from worker.sampling import Answer, SampledTurns, Sampling, TurnSampler
 from worker.types import Call, Node, Prompt, Rollout
 
 TIMEOUT_S = 1800.0  # of an episode, from its first answer on
 # Tokens of the results of one turn, up to which memory is planned. Longer ones leave room for fewer turns.
 RESULT_TOKENS = 1024
-NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
+MAX_CALLS = 32  # of one answer, each of which may have a result of a megabyte
+TOO_MANY_CALLS = f"not executed: an answer may have at most {MAX_CALLS} calls"
+CALL_LEFT = "another call of the answer failed before this one had ended"
 # These stops ended an episode that was not finished.
 _TRUNCATED = frozenset({"max_steps", "tokens", "context", "time"})
 
@@ -45,6 +46,10 @@ class Suffixes(Protocol):
         tools: Sequence[Mapping[str, Any]],
     ) -> tuple[int, ...]:
         """Tokens behind the answer: the end of its message, the results, and the start of the next answer."""
+        ...
+
+    def fewest(self, results: Sequence[Message]) -> int:
+        """A number of tokens that the results have at least, found without tokenizing them."""
         ...
 
 
@@ -87,6 +92,8 @@ class Runner:
     suffixes: Suffixes
     limits: EpisodeLimits
     job: str  # its id
+    # Results are rendered in one thread at a time: the tokens of a megabyte take 150 MB.
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, prompt: Prompt, member: int) -> Rollout:
         """Sample one episode.
@@ -115,6 +122,8 @@ class _Run:
             async with asyncio.timeout(None) as limit:
                 stop = await self._turns(limit)
         except TimeoutError:
+            if not limit.expired():
+                raise
             stop = "time"
         except ToolFailed as failed:
             stop, problem = "discarded", str(failed)
@@ -135,10 +144,20 @@ class _Run:
             if len(self.nodes) == limits.calls:
                 self.uses += [ToolUse(call, None, NOT_EXECUTED) for call in answer.tool_calls]
                 return "max_steps"
-            await self._use_tools(answer)
-            longest = len(self.ids) + len(self.context) + self.runner.sampling.max_completion_tokens
-            if longest > limits.context:
+            message, results = await self._use_tools(answer)
+            room = limits.context - len(self.ids) - self.runner.sampling.max_completion_tokens
+            if self.runner.suffixes.fewest(results) > room:
                 return "context"
+            self.context = await self._suffix(answer, message, results)
+            if len(self.context) > room:
+                return "context"
+
+    async def _suffix(self, answer: Rollout, message: Message, results: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens behind the answer, rendered in a thread so that other episodes continue."""
+        async with self.runner.rendering:
+            return await asyncio.to_thread(
+                self.runner.suffixes.after, answer, message, results, self.functions
+            )
 
     async def _call(self) -> Rollout:
         """Sample the next answer, and add its node and its message."""
@@ -162,28 +181,36 @@ class _Run:
             read, parsed=replace(read.parsed, calls=counted, ids_seed=f"{self.trace}/{len(self.nodes)}")
         )
 
-    async def _use_tools(self, answer: Rollout) -> None:
-        """Call the tools of an answer at once, and add their results in the order of the calls."""
-        message = self.messages[-1]
+    async def _use_tools(self, answer: Rollout) -> tuple[Message, Sequence[Message]]:
+        """Call the tools of an answer at once, and add their results in the order of the calls.
+
+        Returns:
+            The message of the answer, and those of the results.
+
+        Raises:
+            ToolFailed: the episode is discarded. `uses` has the call that failed.
+            ToolsFail: the job pauses, whatever other calls of the answer did.
+        """
         if not answer.tool_calls:
-            message = self._with_unreadable_call(answer)
-        calls = message["tool_calls"]
+            self.messages[-1] = self._with_unreadable_call(answer)
+        message = self.messages[-1]
+        calls: Sequence[Mapping[str, Any]] = message["tool_calls"]
+        running: list[asyncio.Task[ToolResult]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._use_tool(answer, call)) for call in calls]
+                for place, call in enumerate(calls):
+                    running.append(tasks.create_task(self._use_tool(answer, call, place)))
         except BaseExceptionGroup as several:
-            raise first_error(several) from None
-        results = [task.result() for task in running]
-        self.uses += [
-            ToolUse(call, result.output, result.error, result.seconds)
-            for call, result in zip(calls, results, strict=True)
+            self.uses += map(_use_of, calls, running)
+            errors = several.exceptions
+            raise next((one for one in errors if not isinstance(one, ToolFailed)), errors[0]) from None
+        self.uses += map(_use_of, calls, running)
+        results: list[Message] = [
+            {"role": "tool", "tool_call_id": call["id"], "content": task.result().output}
+            for call, task in zip(calls, running, strict=True)
         ]
-        said: list[Message] = [
-            {"role": "tool", "tool_call_id": call["id"], "content": result.output}
-            for call, result in zip(calls, results, strict=True)
-        ]
-        self.context = self.runner.suffixes.after(answer, message, said, self.functions)
-        self.messages += said
+        self.messages += results
+        return message, results
 
     def _with_unreadable_call(self, answer: Rollout) -> Message:
         """The message of an answer whose calls cannot be read, with one that has no name."""
@@ -191,15 +218,35 @@ class _Run:
         [call] = replace(answer.parsed, calls=(Call("", ""),)).tool_calls("")
         return {**self.messages[-1], "tool_calls": [call]}
 
-    async def _use_tool(self, answer: Rollout, call: Mapping[str, Any]) -> ToolResult:
+    async def _use_tool(self, answer: Rollout, call: Mapping[str, Any], place: int) -> ToolResult:
         if not answer.tool_calls and answer.parsed is not None:
             return ToolResult.of_error(answer.parsed.error)
+        if place >= MAX_CALLS:
+            return ToolResult.of_error(TOO_MANY_CALLS)
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if problem := await call_problem(name, arguments, self.functions):
             return ToolResult.of_error(problem)
+        key = f"{self.trace}/{len(self.nodes) - 1}/{place}/{name}/{arguments}"
         return await self.runner.tools.call(
-            ToolRequest(call["id"], name, arguments, self.trace, self.prompt.item)
+            ToolRequest(
+                call["id"],
+                sha256(key.encode(errors="replace")).hexdigest()[:32],
+                name,
+                arguments,
+                self.trace,
+                self.prompt.item,
+            )
         )
+
+
+def _use_of(call: Mapping[str, Any], task: asyncio.Task[ToolResult]) -> ToolUse:
+    """The use of a tool, whose task has ended."""
+    if task.cancelled():
+        return ToolUse(call, None, CALL_LEFT)
+    if (error := task.exception()) is not None:
+        return ToolUse(call, None, str(error))
+    result = task.result()
+    return ToolUse(call, result.output, result.error, result.seconds)
 
 
 def _message(answer: Rollout) -> Message:
@@ -231,7 +278,7 @@ class EpisodeSampler:
         """Yield the episodes as they end.
 
         Raises:
-            ToolsFail: most of the newest calls of a tool failed.
+            ToolsFail: most of the newest calls of a tool failed, or most of these episodes were discarded.
         """
         ended: asyncio.Queue[Answer | BaseException] = asyncio.Queue()
         async with self._sampler.turns(sampling) as calls:
@@ -251,12 +298,18 @@ class EpisodeSampler:
                 for place in range(len(prompts_P))
                 for member in range(sampling.group_size)
             ]
+            failures: list[str] = []
             try:
                 for _ in tasks:
                     answer = await ended.get()
                     if isinstance(answer, BaseException):
                         raise answer
+                    if answer.rollout.is_discarded:
+                        assert answer.rollout.episode is not None
+                        failures.append(answer.rollout.episode.problem)
                     yield answer
+                if 2 * len(failures) > len(tasks):
+                    raise ToolsFail.of_episodes(len(tasks), failures)
             finally:
                 for task in tasks:
                     task.cancel()

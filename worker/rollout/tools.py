@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from core.evals.schemas import MAX_PROBLEM
-from core.masking import hide_in_error, mask_values, secrets_of
+from core.masking import hide_in_error, mask_values, secrets_of, secrets_of_headers
 from graders.calls import AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
 from graders.endpoint import Endpoints
 from graders.hazards import table
-from graders.hazards.pool import LimitExceeded, shared
+from graders.hazards.pool import HazardFailed, LimitExceeded, shared
+from graders.hazards.table import Hazard
 from graders.types import Item
 
 MAX_BYTES = 1_000_000  # of a request, and of an answer
@@ -36,15 +37,24 @@ class HttpTool:
     def of(cls, row: Mapping[str, Any]) -> "HttpTool":
         return cls(row["name"], row["server_url"], row.get("headers") or {})
 
-    def without_secrets(self, text: str) -> str:
-        return mask_values(text, [*self.headers.values(), *secrets_of(self.server_url)])
+    @property
+    def values(self) -> list[str]:
+        """Every value that only the user may see. A reason for an error is without them."""
+        return [*self.headers.values(), *secrets_of(self.server_url)]
+
+    def output(self, text: str) -> str:
+        """The text with keys masked, for the model. Other headers may have words that occur in any text."""
+        return mask_values(text, [*secrets_of_headers(self.headers), *secrets_of(self.server_url)])
 
 
 @dataclass(frozen=True)
 class ToolRequest:
     """A call whose arguments fit the schema of its function."""
 
-    id: str  # the same in each attempt, also after a restart of the job
+    id: str  # of the call in its episode, for the template: those of Mistral have 9 characters
+    # The `Idempotency-Key`, the same in each attempt, also after a restart of the job. No other call has it, nor the
+    # same one with other arguments, which a repeated step may sample.
+    key: str
     name: str
     arguments: str  # a JSON object
     trace_id: str  # of the episode
@@ -84,19 +94,28 @@ class ToolFailed(Exception):
 
 
 class ToolsFail(Exception):
-    """Most of the newest calls of a tool failed, so the job pauses."""
+    """Most of the newest calls of a tool failed, or most episodes were discarded, so the job pauses."""
 
-    def __init__(self, tool: str, calls: int, failures: Sequence[str]) -> None:
+    def __init__(self, what: str, failures: Sequence[str], data: Mapping[str, Any]) -> None:
         super().__init__(
-            f"{len(failures)} of the newest {calls} calls of the tool '{tool}' failed, the last one with: "
-            f"{failures[-1]}. Repair the tool and resume the job, which repeats the unfinished step."
+            f"{what}, the last one with: {failures[-1]}. Repair the tool and resume the job, which repeats the "
+            "unfinished step."
         )
-        self.data: dict[str, Any] = {
-            "tool": tool,
-            "calls": calls,
-            "failed": len(failures),
-            "reasons": list(failures[-8:]),
-        }
+        self.data: dict[str, Any] = {**data, "failed": len(failures), "reasons": list(failures[-8:])}
+
+    @classmethod
+    def of_calls(cls, tool: str, calls: int, failures: Sequence[str]) -> "ToolsFail":
+        what = f"{len(failures)} of the newest {calls} calls of the tool '{tool}' failed"
+        return cls(what, failures, {"tool": tool, "calls": calls})
+
+    @classmethod
+    def of_episodes(cls, episodes: int, failures: Sequence[str]) -> "ToolsFail":
+        """Args:
+        episodes: of a step or validation.
+        failures: of those that were discarded.
+        """
+        what = f"{len(failures)} of {episodes} episodes were discarded because a tool failed"
+        return cls(what, failures, {"episodes": episodes})
 
 
 class Tools(Protocol):
@@ -123,11 +142,11 @@ class _Outcomes:
         self.newest.append(failure)
         failures = [one for one in self.newest if one]
         if 2 * len(failures) > WINDOW:
-            raise ToolsFail(tool, len(self.newest), failures)
+            raise ToolsFail.of_calls(tool, len(self.newest), failures)
 
 
 class HttpTools:
-    """Implements Tools: a POST for each call, which may be repeated with the same id and `Idempotency-Key`."""
+    """Implements Tools: a POST for each call, which may be repeated with the same `Idempotency-Key`."""
 
     def __init__(
         self,
@@ -165,7 +184,7 @@ class HttpTools:
                     client,
                     tool.server_url,
                     body,
-                    {**tool.headers, "idempotency-key": call.id},
+                    {**tool.headers, "idempotency-key": call.key},
                     patience=self._patience,
                     pace=self._pace[tool.name],
                     timeout_s=self._timeout_s,
@@ -174,24 +193,21 @@ class HttpTools:
         except AnswerTooLong as long:
             return long
         except NoAnswer as silence:
-            raise ToolFailed(f"no answer: {tool.without_secrets(hide_in_error(str(silence)))}") from None
+            raise ToolFailed(f"no answer: {mask_values(hide_in_error(str(silence)), tool.values)}") from None
 
     def _result(self, tool: HttpTool, reply: Reply | AnswerTooLong, began: float) -> ToolResult:
         seconds = self._clock() - began
         if isinstance(reply, AnswerTooLong):
             return ToolResult.of_error(str(reply), seconds, code=413)
         if not reply.ok and not 400 <= reply.status < 500:
-            secrets = (*tool.headers.values(), *secrets_of(tool.server_url))
-            raise ToolFailed(f"HTTP {reply.status}: {quoted_reply(reply.text, *secrets)}")
+            raise ToolFailed(f"HTTP {reply.status}: {quoted_reply(reply.text, *tool.values)}")
         output = _output(reply.text)
         if not reply.is_utf8:
             return ToolResult.of_error("the answer of the tool is not UTF-8", seconds)
         if output is not None:
-            return ToolResult(
-                tool.without_secrets(output), "" if reply.ok else f"HTTP {reply.status}", seconds
-            )
+            return ToolResult(tool.output(output), "" if reply.ok else f"HTTP {reply.status}", seconds)
         if not reply.ok:
-            return ToolResult(tool.without_secrets(reply.text), f"HTTP {reply.status}", seconds)
+            return ToolResult(tool.output(reply.text), f"HTTP {reply.status}", seconds)
         return ToolResult.of_error("the answer of the tool has no 'output'", seconds)
 
 
@@ -208,11 +224,14 @@ def _output(text: str) -> str | None:
     return written.encode(errors="replace").decode()  # a lone surrogate is no character
 
 
-async def call_problem(name: str, arguments: str, functions: Sequence[Mapping[str, Any]]) -> str:
+async def call_problem(
+    name: str, arguments: str, functions: Sequence[Mapping[str, Any]], check: Hazard = table.ITEMS
+) -> str:
     """The reason why a call of the model is not sent to its tool; "" if it is.
 
     Args:
         functions: `tools` of the row.
+        check: applies a schema to a list of arguments.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in functions}
     if name not in schemas:
@@ -225,8 +244,8 @@ async def call_problem(name: str, arguments: str, functions: Sequence[Mapping[st
     except (ValueError, RecursionError):
         return "the arguments are not JSON"
     try:
-        checked = shared().submit(table.ITEMS, json.dumps(schemas[name]), json.dumps([given]))
+        checked = shared().submit(check, json.dumps(schemas[name]), json.dumps([given]))
         [problem] = await asyncio.wrap_future(checked)
-    except LimitExceeded as cause:
+    except (LimitExceeded, HazardFailed) as cause:
         return f"the arguments cannot be checked: {cause}"[:MAX_PROBLEM]
     return f"the arguments do not fit the schema: {problem}" if problem else ""

@@ -223,12 +223,13 @@ class TransformersTurns:
     def _begin(self) -> None:
         """Begin a wave of those that fit beside the others."""
         most = self._sampler.max_tokens_in_flight
-        used = sum(map(self._tokens, (one for wave in self._waves.values() for one in wave)))
+        used = sum(map(self._tokens, self._waves.values()))
         self._waiting = deque(one for one in self._waiting if not one.rollout.cancelled())
         begun: list[WantedTurn] = []
         for wanted in self._waiting:
-            used += self._tokens(wanted)
-            if used > most and (begun or self._waves):
+            if begun and self._sampler.policy.route.decode == "alone":
+                break
+            if used + self._tokens([*begun, wanted]) > most and (begun or self._waves):
                 break
             begun.append(wanted)
         if begun:
@@ -238,9 +239,10 @@ class TransformersTurns:
             for _ in begun:  # not before: an error leaves no turn out
                 self._waiting.popleft()
 
-    def _tokens(self, wanted: WantedTurn) -> int:
-        longest = len(wanted.prompt.ids) + self._sampling.max_completion_tokens
-        return longest + self._sampler.row_tokens
+    def _tokens(self, wave: Sequence[WantedTurn]) -> int:
+        """The tokens in the cache of a wave, whose rows are all as long as its longest."""
+        longest = max(len(one.prompt.ids) for one in wave) + self._sampling.max_completion_tokens
+        return len(wave) * (longest + self._sampler.row_tokens)
 
     def _step(self, wave: Iterator[list[tuple[int, Rollout]]]) -> None:
         wanted = self._waves[wave]

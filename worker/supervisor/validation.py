@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM
-from core.jobs.tools import tools_mismatch
+from core.jobs.tools import names_of, tools_mismatch
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
@@ -35,13 +35,15 @@ from core.telemetry import logs, tracing
 from core.tool_parsers import NO_FORMAT, tools_problem
 from graders.backends import Backends, InvalidBackends
 from graders.build import (
+    EPISODE_FIELDS,
     NotConfigured,
     environments_of,
     graders_of,
-    reads_tools,
+    reads_sample,
     reward_model_parts,
     row_problems,
 )
+from graders.checks import schema_problem
 from graders.doubts import row_doubts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.judge.usage import TokenLedger
@@ -254,7 +256,9 @@ def _refuse_tools(
     rows: Sequence[Example],
     valid_rows: Sequence[Example],
 ) -> None:
-    """Raise UserMistake for tools that the model cannot have, and for a grader of calls that no row can have."""
+    """Raise UserMistake for tools that the model cannot have, or whose schemas cannot be applied to calls, and for a
+    grader of calls that no row can have.
+    """
     for param, many in (("training_file", rows), ("validation_file", valid_rows)):
         line = next((row.line for row in many if row.tools), None)
         if line is not None and (problem := _tools_problem(settings, job)) is not None:
@@ -267,10 +271,34 @@ def _refuse_tools(
     if (mismatch := tools_mismatch(job.body, *of_rows)) is not None:
         param, problem = mismatch
         raise UserMistake("invalid_value", problem, param)
-    where = None if spec is None else reads_tools(spec, GRADER_PARAM)
-    if where is not None and not any(row.tools for row in rows):
-        message = f"'{where}' reads sample.output_tools, and no row of the training file has tools."
+    if names_of(job.body):
+        _refuse_schemas((("training_file", rows), ("validation_file", valid_rows)))
+    if spec is None:
+        return
+    if not names_of(job.body) and (read := reads_sample(spec, GRADER_PARAM, EPISODE_FIELDS)) is not None:
+        where, name = read
+        message = f"'{where}' reads sample.{name}, which is null in a job without 'tools'."
         raise UserMistake("invalid_grader", message, where)
+    if (read := reads_sample(spec, GRADER_PARAM, ("output_tools",))) and not any(row.tools for row in rows):
+        where, name = read
+        message = f"'{where}' reads sample.{name}, and no row of the training file has tools."
+        raise UserMistake("invalid_grader", message, where)
+
+
+def _refuse_schemas(files: Iterable[tuple[str, Sequence[Example]]]) -> None:
+    """Raise UserMistake for the first function whose `parameters` are not a JSON schema: no call could be checked."""
+    checked = set[str]()
+    for param, rows in files:
+        for row in rows:
+            for number, tool in enumerate(row.tools):
+                schema = tool["function"].get("parameters") or {}
+                if (text := json.dumps(schema)) in checked:
+                    continue
+                checked.add(text)
+                if problem := schema_problem(schema):
+                    where = f"tools[{number}].function.parameters"
+                    message = f"Line {row.line}: {where} is not a JSON schema: {problem}"
+                    raise UserMistake("invalid_value", message, param)
 
 
 def _tools_problem(settings: Settings, job: Job) -> str | None:
