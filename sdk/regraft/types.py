@@ -585,10 +585,6 @@ class PreviewReport(BaseModel):
         "good", "little_signal", "too_hard", "too_easy", "uneven", "cut_off", "grader_fails", "does_not_fit"
     ]
     recommendation: str
-    audit: GraderAuditReport | None = None
-    """Of the grader on these rows (docs/howto/graders.md); None: it calls a server, or needs the weights
-    of a reward model.
-    """
 
 
 class Preview(BaseModel):
