@@ -617,10 +617,11 @@ def events_of(file: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for call in ast.walk(function):
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
                 continue
-            name, given = call.func.attr, {k.arg: k.value for k in call.keywords}
-            if name == "append" and ast.unparse(call.func.value) == "events" and len(call.args) > 2:
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id
+            given = {k.arg: k.value for k in call.keywords}
+            if ast.unparse(call.func) == "events.append" and len(call.args) > 2:
                 level = (
                     ast.literal_eval(given["level"])
                     if isinstance(given.get("level"), ast.Constant)
@@ -628,8 +629,9 @@ def events_of(file: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
                 )
                 message, data = call.args[2], given.get("data")
             elif (
+                # A method of the recorder, or one that was passed as `warn`.
                 name in ("inform", "warn")
-                and "recorder" in ast.unparse(call.func.value)
+                and (isinstance(call.func, ast.Name) or "recorder" in ast.unparse(call.func.value))
                 and len(call.args) > 1
             ):
                 level, message, data = "info" if name == "inform" else "warn", call.args[0], call.args[1]

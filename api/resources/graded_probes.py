@@ -1,5 +1,6 @@
-"""Grades the probes of an audit, for audits and inside previews."""
+"""Grades the probes of an audit."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,23 +52,32 @@ class AuditInputs:
         """The probes that judges grade several times."""
         if not self.repeats or not any(judge_parts(self.spec)):
             return []
-        lines = {row.line for row in self.rows[:REPEATED_ROWS]}
+        number = min(REPEATED_ROWS, len(self.rows))
+        lines = {row.line for row in random.Random(self.seed).sample(list(self.rows), number)}
         return [probe for probe in probes_N if probe.kind in REPEATED_KINDS and probe.line in lines]
 
 
 async def audit(
-    inputs: AuditInputs, service: Service, project_id: str, graded: Callable[[], None] = lambda: None
+    inputs: AuditInputs,
+    service: Service,
+    project_id: str,
+    *,
+    begun: Callable[[int], None],
+    graded: Callable[[], None],
 ) -> GraderAuditReport:
-    """Grade all probes, and those that judges repeat. Calls `graded` after each grade.
+    """Grade all probes, and those that judges repeat.
+
+    Calls `begun` with the number of grades once the probes are made, and `graded` after each grade.
 
     Raises:
         InvalidRequest: the budget was used up before the first grade.
     """
     probes_N = inputs.probes()
+    repeated_N = inputs.repeated_probes(probes_N)
+    begun(len(probes_N) + inputs.repeats * len(repeated_N))
     async with booked_judges(service, project_id, None) as ledger:
         grade = partial(_grades, inputs, service, project_id, ledger, graded)
         grades = await grade(inputs.spec, probes_N)
-        repeated_N = inputs.repeated_probes(probes_N)
         repeats = [
             await grade(repeated(inputs.spec, number), repeated_N)
             for number in range(inputs.repeats if repeated_N else 0)
@@ -82,6 +92,7 @@ async def audit(
         of_rows=inputs.of_rows,
         repeated=[[one.score for one in scores] for scores in zip(*repeats, strict=True)],
         tokens=tokens,
+        is_complete=len(pairs) == len(probes_N),
     )
 
 
@@ -135,4 +146,5 @@ def _probe_grade(probe: GraderProbe, grade: Grade) -> ProbeGrade:
         reason=grade.reason,
         parts={name: part.score for name, part in grade.sub_grades.items()},
         seconds=grade.seconds,
+        is_guess=probe.is_guess,
     )

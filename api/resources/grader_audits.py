@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, Field
 
 from api.http import background as background_runs
 from api.http.background import Slot
@@ -32,8 +32,9 @@ from core.results import background, grader_audits
 from core.results.grader_audit_report import GraderAuditReport
 from core.storage import files
 from core.tenancy import tenants
-from graders.build import calls_servers
-from graders.exploits.right_answers import checked_answer_template
+from graders.build import calls_servers, reads_tools
+from graders.exploits.corpus import KINDS
+from graders.exploits.right_answers import checked_answer_template, right_answer
 from graders.hazards.pool import OWNER
 from graders.spec import dump
 
@@ -41,7 +42,6 @@ router = APIRouter(prefix="/regraft", tags=["regraft"])
 
 # Rows of an audit that does not say how many: a probe of a grader that calls a server costs time, and often money.
 ROWS, ROWS_OF_SERVERS = 200, 20
-REPORT = TypeAdapter(GraderAuditReport)
 
 
 def _checked(template: str | None) -> str | None:
@@ -96,11 +96,13 @@ class GraderAuditOut(BaseModel):
     request: dict[str, Any]
     version: Annotated[str, Field(description="SHA-256 of the specification.")]
     progress: GraderAuditProgressOut
-    report: Annotated[GraderAuditReport | None, Field(description="Once it is completed.")]
+    report: Annotated[
+        GraderAuditReport | None, Field(description="Once it is completed; lists leave it out.")
+    ]
     error: RunErrorOut | None
 
     @classmethod
-    def of(cls, row: GraderAudit) -> "GraderAuditOut":
+    def of(cls, row: GraderAudit, *, with_report: bool = True) -> "GraderAuditOut":
         error = background.error_of(row)
         return cls(
             id=row.id,
@@ -110,7 +112,9 @@ class GraderAuditOut(BaseModel):
             request=row.request,
             version=row.version,
             progress=GraderAuditProgressOut(**row.progress),
-            report=None if row.report is None else REPORT.validate_python(row.report),
+            report=None
+            if row.report is None or not with_report
+            else grader_audits.REPORT.validate_python(row.report),
             error=None if error is None else RunErrorOut(**error),
         )
 
@@ -125,6 +129,9 @@ class GraderAuditDeleted(BaseModel):
 class AuditProgress:
     of: int
     graded: int = 0
+
+    def begun(self, of: int) -> None:
+        self.of = of
 
     def one_graded(self) -> None:
         self.graded += 1
@@ -187,6 +194,12 @@ async def create_grader_audit(
 def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tuple[AuditInputs, GraderAudit]:
     """Read the file and validate the request. Runs in a thread."""
     refuse_judges_beyond(service, project, body.grader)
+    if (where := reads_tools(body.grader, "grader")) is not None:
+        raise InvalidRequest(
+            "Not audited: the grader reads tool calls, and the answers of an audit have none. Try it with "
+            "`regraft graders run` and cases with 'output_tools'.",
+            param=where,
+        )
     with service.database.read() as session:
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.free_storage(session, project.id, limits)
@@ -194,16 +207,22 @@ def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tu
     rows, of_rows = draw_rows(service.blobs, training, body.row_count, body.seed)
     if not rows:
         raise InvalidRequest("The training_file has no rows.", param="training_file")
+    answer = None if body.answer is None else checked_answer_template(body.answer)
+    if answer is not None and not any(right_answer(body.grader, row.item, answer) for row in rows):
+        raise InvalidRequest(
+            f"'answer' is {body.answer!r}, and none of the {len(rows)} audited rows of the training_file has a value "
+            "for it: name a field that they have.",
+            param="answer",
+        )
     inputs = AuditInputs(
         spec=body.grader,
         rows=rows,
         of_rows=of_rows,
-        answer=None if body.answer is None else checked_answer_template(body.answer),
+        answer=answer,
         seed=body.seed,
         repeats=body.repeats,
         max_tokens=None if body.budget is None else body.budget.tokens,
     )
-    probes_N = inputs.probes()
     spec = dump(body.grader)
     row = GraderAudit(
         project_id=project.id,
@@ -219,9 +238,8 @@ def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tu
         training_sha256=training.sha256,
         version=stored_graders.version_of(spec),
         behavior_sha256=grader_audits.behavior_of(spec),
-        progress=asdict(
-            AuditProgress(of=len(probes_N) + body.repeats * len(inputs.repeated_probes(probes_N)))
-        ),
+        # The most there can be: the audit counts them once it has made them.
+        progress=asdict(AuditProgress(of=len(rows) * len(KINDS))),
     )
     return inputs, row
 
@@ -231,7 +249,7 @@ def _audited(
 ) -> dict[str, Any]:
     """Grade the probes and build the report, in an event loop of this thread."""
     OWNER.set(project_id)
-    report = asyncio.run(audit(inputs, service, project_id, progress.one_graded))
+    report = asyncio.run(audit(inputs, service, project_id, begun=progress.begun, graded=progress.one_graded))
     return asdict(report)
 
 
@@ -239,9 +257,11 @@ def _audited(
 def list_grader_audits(
     project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
 ) -> Listing[GraderAuditOut]:
-    """List the audits of graders, newest first."""
+    """List the audits of graders without their reports, newest first."""
     page = background.page(session, GraderAudit, project.id, after=after, limit=clamped(limit))
-    return Listing(data=[GraderAuditOut.of(row) for row in page.items], has_more=page.has_more)
+    return Listing(
+        data=[GraderAuditOut.of(row, with_report=False) for row in page.items], has_more=page.has_more
+    )
 
 
 @router.get("/grader_audits/{audit_id}")

@@ -274,7 +274,12 @@ class AuditGate(StrictModel):
     """Refuses a job whose grader lets wrong answers pass (docs/howto/graders.md)."""
 
     block_above: Annotated[
-        float, Field(ge=0, le=1, description="The share of wrong answers that may pass, in the newest audit.")
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="The share of answers of any one kind that may pass without knowledge, in the newest audit.",
+        ),
     ]
 
 
@@ -295,7 +300,7 @@ class JobCreate(Body):
     resources: Annotated[JobResources, BeforeValidator(_empty_for_null)] = JobResources()
     # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
     preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
-    # Extension: extra_body={"audit": {"block_above": 0.05}}. Requires an audit of this grader on this file.
+    # Extension: extra_body={"audit": {"block_above": 0.3}}. Requires an audit of this grader on this file.
     audit: AuditGate | None = None
     # Azure's price tier. Accepted and ignored.
     training_type: str | None = Field(default=None, alias="trainingType", max_length=64)

@@ -23,6 +23,7 @@ from core.jobs.params import GRADER_PARAM, TEACHER_PARAM
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.results import grader_audits, lineage, previews
+from core.results.grader_audit_report import enough_rows, is_enough, worst_kind
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
@@ -83,7 +84,8 @@ def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit
     """The newest audit of the job's grader on its training file, if the request asks for one.
 
     Raises:
-        InvalidRequest: there is none, or more wrong answers passed than the request allows.
+        InvalidRequest: there is none that tells enough, its verdict is stop, or more answers of some kind that needs
+            no knowledge passed than the request allows.
     """
     if body.audit is None:
         return None
@@ -98,12 +100,27 @@ def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit
             param="audit",
             code="grader_not_audited",
         )
-    passed = audit.report["false_positives"]
-    share = 0.0 if passed["share"] is None else passed["share"]["expected"]
+    report = grader_audits.REPORT.validate_python(audit.report)
+    worst = worst_kind(report.kinds)
+    if worst is None or worst.share is None or not is_enough(report.coverage):
+        raise InvalidRequest(
+            f"The audit {audit.id} of this grader tells too little: it graded {report.coverage.rows} rows"
+            f"{'' if report.coverage.is_complete else ' until its budget was used up'}, and at least "
+            f"{enough_rows(report.coverage)} are needed. Create another one with more rows or a larger budget.",
+            param="audit",
+            code="grader_not_audited",
+        )
+    if report.verdict == "stop":
+        raise InvalidRequest(
+            f"The audit {audit.id} of this grader stops: {report.sentence}",
+            param="audit",
+            code="grader_blocked",
+        )
+    share = worst.share["expected"]
     if share > body.audit.block_above:
         raise InvalidRequest(
-            f"In the audit {audit.id} {passed['wrong']} of {passed['answers']} wrong answers pass the grader, "
-            f"{share:.3f} of them, and block_above is {body.audit.block_above:g}. {audit.report['sentence']}",
+            f"In the audit {audit.id} {worst.passed} of {worst.answers} answers of the kind {worst.kind} pass the "
+            f"grader, {share:.3f} of the graded ones, and block_above is {body.audit.block_above:g}. {report.sentence}",
             param="audit.block_above",
             code="grader_blocked",
         )

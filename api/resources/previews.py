@@ -28,7 +28,6 @@ from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, read_response
 from api.resources.drawn_rows import draw_rows
 from api.resources.estimates import EstimateInputs, Size
-from api.resources.graded_probes import AuditInputs, audit
 from api.resources.graders import TIMEOUT_S
 from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
 from api.resources.job_checks import refuse_unusable
@@ -44,7 +43,6 @@ from core.jobs.params import FORMAT_PARAM, TOOLS_PARAM
 from core.model_templates import files_of
 from core.outages import Resource
 from core.results import background, evals, preview_report, previews
-from core.results.grader_audit_report import GraderAuditReport
 from core.results.preview_report import (
     Grading,
     PreviewAnswer,
@@ -61,7 +59,6 @@ from core.statistics import ShareEstimate
 from core.storage.datasets import Example
 from core.tenancy import tenants
 from core.tool_parsers import NO_FORMAT, tools_problem
-from graders.build import calls_servers, reward_model_parts
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
@@ -118,13 +115,6 @@ class PreviewReportOut(Size):
     sampling: PreviewSampling
     verdict: Verdict
     recommendation: str
-    audit: Annotated[
-        GraderAuditReport | None,
-        Field(
-            description="Of the grader on these rows (docs/howto/graders.md); null: it calls a server, or needs the "
-            "weights of a reward model."
-        ),
-    ] = None
 
 
 class PreviewProgressOut(BaseModel):
@@ -538,10 +528,7 @@ async def _previewed(
     estimate = prepared.inputs.estimate(
         partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
     )
-    audit = await slot.in_thread(partial(_audited, prepared, service))
-    made = PreviewReportOut(
-        **prepared.inputs.size(), **vars(report), estimate=estimate, reason=None, audit=audit
-    )
+    made = PreviewReportOut(**prepared.inputs.size(), **vars(report), estimate=estimate, reason=None)
     places = [(row, member) for row in prepared.rows for member in range(samples)]
     answers = [
         _answer_fields(row, member, completion, grade, answer)
@@ -719,16 +706,6 @@ def _graded(
             return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded), ledger.total
 
     return asyncio.run(grade())
-
-
-def _audited(prepared: Prepared, service: Service) -> GraderAuditReport | None:
-    """Audit the grader on the rows of the preview, if that is free. Runs in a thread."""
-    OWNER.set(prepared.project_id)
-    spec = prepared.body.reinforcement(PREVIEW).grader
-    if calls_servers(spec) or any(reward_model_parts(spec)):
-        return None
-    inputs = AuditInputs(spec, prepared.rows, prepared.inputs.train_rows, seed=prepared.body.seed or 0)
-    return asyncio.run(audit(inputs, service, prepared.project_id))
 
 
 def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:

@@ -84,6 +84,7 @@ class AuditedOut(BaseModel):
     verdict: Outcome
     sentence: str
     false_positives: ErrorRate
+    mentions: ErrorRate
     false_negatives: ErrorRate
     correlation: float | None
 

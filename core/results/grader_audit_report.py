@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -20,12 +20,19 @@ from core.rewards import all_equal, equal
 from core.statistics import ShareEstimate, interval, pearson, spearman
 
 Expect = Literal["high", "low", "either"]
-Outcome = Literal["go", "caution", "stop"]
+Outcome = Literal["go", "caution", "unknown", "stop"]
 
-# Of the rows: a kind of wrong answer that scores high on more of them is a hole, which a model finds.
-HOLE = 0.5
-# Of all wrong answers, or of all right ones.
-FEW_ERRORS = 0.05
+# Of the reward of a right answer to the same row, above that of an empty one: an answer with this share passes.
+EARNS = 0.9
+# Of the rows: a kind of wrong answer that passes on more of them is a hole, which a model finds. With two labels, half
+# of the copied prompts pass by chance.
+HOLE = 0.75
+# Mean share of the reward of a right answer that a kind of wrong answer earns without knowledge.
+MUCH = 0.6
+# Of the right answers: those that may not pass; more than MANY_ERRORS are the fault of the grader, or of their form.
+FEW_ERRORS, MANY_ERRORS = 0.05, 0.5
+# Of the rows on which one and the same answer is right.
+CONSTANT = 0.9
 # Spearman's correlation of score and quality.
 SENSITIVE, INSENSITIVE = 0.8, 0.6
 # Of the answers that share one score: a part of a `multi` above it hardly tells answers apart.
@@ -36,7 +43,11 @@ REDUNDANT = 0.95
 FLIPS = 0.1
 GAIN = 0.05  # of the mean reward, which a run should be able to show
 WORST, SHOWN_CHARACTERS, REASONS = 10, 500, 3
-RIGHT = "right"
+NAMED, NAME_CHARACTERS = 3, 40
+ROWS_OF_A_GATE = 20
+RIGHT, EMPTY, OTHER, ONE_FIELD = "right", "empty", "other_reference", "one_field_wrong"
+# Kinds that graders which read an answer out of a text pay rightly or wrongly, depending on the task.
+NOTED = ("negated_reference", "thought_without_end", "json_with_extra_fields")
 
 
 @dataclass(frozen=True)
@@ -53,11 +64,32 @@ class ProbeGrade:
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
+    is_guess: bool = False
+
+
+@dataclass(frozen=True)
+class RowScale:
+    """The scores of the right and of the empty answer to a row; without `right`, `threshold` says what passes.
+
+    A right answer is used if it passes the threshold, or if it is no guess and earns more than an empty one.
+    """
+
+    empty: float | None
+    right: float | None
+    threshold: float
+
+    def earned(self, score: float) -> float:
+        """Return the share of the reward of a right answer, from 0 to 1."""
+        if self.right is None:
+            return float(passes(score, self.threshold))
+        if self.empty is None or passes(self.empty, self.right):
+            return float(passes(score, self.right))
+        return min(1.0, max(0.0, (score - self.empty) / (self.right - self.empty)))
 
 
 @dataclass(frozen=True)
 class ErrorRate:
-    """Answers on the wrong side of the pass threshold, among the graded ones. null: none was graded."""
+    """Wrong answers that pass, or right ones that do not, among the graded ones. null: none was graded."""
 
     wrong: int
     answers: int
@@ -70,16 +102,23 @@ class KindOfProbe:
 
     kind: str
     expect: Expect
+    knows: Annotated[bool, Field(description="Its answers have the right values in them.")]
     answers: int
     failed: Annotated[int, Field(description="Could not be graded.")]
     passed: int
     share: Annotated[ShareEstimate | None, Field(description="That pass, of the graded answers.")]
     mean_score: float | None
+    mean_earned: Annotated[
+        float | None,
+        Field(
+            description="Mean share of the reward of a right answer to the same row, above that of an empty one."
+        ),
+    ]
 
 
 @dataclass(frozen=True)
 class ExampleOfError:
-    """An answer on the wrong side of the pass threshold; its text is cut at 500 characters."""
+    """A wrong answer that passes, or a right one that does not; its text is cut at 500 characters."""
 
     kind: str
     expect: Expect
@@ -99,7 +138,10 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class JudgeNoise:
-    """The scores of equal answers, each graded `repeats` times with other seeds and with its labels reversed."""
+    """The scores of equal answers, each graded `repeats` times with other seeds and with its labels reversed.
+
+    They are scores of the whole grader, so the noise of several judges counts together.
+    """
 
     answers: int
     repeats: int
@@ -109,7 +151,9 @@ class JudgeNoise:
     ]
     rows_hiding_gain: Annotated[
         int,
-        Field(description="Validation rows up to which this noise hides a gain of 0.05 in the mean reward."),
+        Field(
+            description="Validation rows up to which this noise hides a gain of 5 % of a right answer's reward."
+        ),
     ]
 
 
@@ -126,7 +170,7 @@ class PartOfGrader:
         float | None, Field(description="With the whole score; null: one of both is constant.")
     ]
     inert: Annotated[bool, Field(description="95 % of the answers have the same score.")]
-    correlations: Annotated[dict[str, float | None], Field(description="With the other parts.")]
+    correlations: Annotated[dict[str, float | None], Field(description="With the parts after it.")]
     redundant_with: list[str]
 
 
@@ -138,6 +182,10 @@ class AuditCoverage:
     of_rows: Annotated[int, Field(description="In the file.")]
     with_right_answer: int
     never_graded: int
+    most_frequent: Annotated[
+        int, Field(description="Rows with the same right answer: what a constant earns.")
+    ]
+    is_complete: Annotated[bool, Field(description="false: the budget was used up before all were graded.")]
 
 
 @dataclass(frozen=True)
@@ -147,9 +195,13 @@ class GraderAuditReport:
     verdict: Outcome
     sentence: str
     advice: list[str]
+    notes: Annotated[list[str], Field(description="Kinds that pass, which may be right or wrong.")]
     pass_threshold: float
     answers: int
-    false_positives: Annotated[ErrorRate, Field(description="Of the answers that should score low.")]
+    false_positives: Annotated[
+        ErrorRate, Field(description="Of the wrong answers that need no knowledge of the right one.")
+    ]
+    mentions: Annotated[ErrorRate, Field(description="Of the wrong answers that mention the right one.")]
     false_negatives: Annotated[ErrorRate, Field(description="Of the right answers.")]
     worst: list[ExampleOfError]
     kinds: list[KindOfProbe]
@@ -167,6 +219,7 @@ def report(
     of_rows: int,
     repeated: Sequence[Sequence[float | None]] = (),
     tokens: int = 0,
+    is_complete: bool = True,
 ) -> GraderAuditReport:
     """Build the report.
 
@@ -175,23 +228,26 @@ def report(
         of_rows: rows of the file.
         repeated: the scores of each answer that judges graded several times.
         tokens: of judges.
+        is_complete: whether the budget sufficed.
     """
+    lines = scales(grades, pass_threshold)
+    if is_unclear(grades, lines):
+        grades = [replace(one, quality=None, expect=_no_longer_high(one.expect)) for one in grades]
+    low = [one for one in grades if one.expect == "low"]
     audit = GraderAuditReport(
         verdict="go",
         sentence="",
         advice=[],
+        notes=[],
         pass_threshold=pass_threshold,
         answers=len(grades),
-        false_positives=error_rate(
-            [one for one in grades if one.expect == "low"], pass_threshold, above=True
-        ),
-        false_negatives=error_rate(
-            [one for one in grades if one.expect == "high"], pass_threshold, above=False
-        ),
-        worst=worst(grades, pass_threshold),
-        kinds=kinds(grades, pass_threshold),
+        false_positives=error_rate([one for one in low if not one.knows], lines),
+        mentions=error_rate([one for one in low if one.knows], lines),
+        false_negatives=error_rate([one for one in grades if one.expect == "high"], lines),
+        worst=worst(grades, lines),
+        kinds=kinds(grades, lines),
         sensitivity=sensitivity(grades),
-        noise=noise(repeated, pass_threshold),
+        noise=noise(repeated, pass_threshold, reward_range(lines)),
         parts=parts(grades),
         grading=Grading(
             seconds=spread([one.seconds for one in grades]),
@@ -204,62 +260,117 @@ def report(
                 )
             ],
         ),
-        coverage=coverage(grades, of_rows),
+        coverage=coverage(grades, of_rows, is_complete=is_complete),
     )
-    knowing = {one.kind for one in grades if one.knows}
-    verdict, sentence, advice = judge(audit, knowing)
-    return replace(audit, verdict=verdict, sentence=sentence, advice=advice)
+    verdict, sentence, advice = judge(audit)
+    return replace(audit, verdict=verdict, sentence=sentence, advice=advice, notes=_notes(audit))
 
 
 def passes(score: float, threshold: float) -> bool:
     return score >= threshold or equal(score, threshold)
 
 
-def error_rate(grades: Sequence[ProbeGrade], threshold: float, *, above: bool) -> ErrorRate:
-    """The share of graded answers that pass (`above`), or that do not."""
-    lines: dict[int, list[bool]] = defaultdict(list)
+def scales(grades: Sequence[ProbeGrade], threshold: float) -> dict[int, RowScale]:
+    """The scale of each row. Without a graded empty answer, the lowest score of a wrong one takes its place."""
+    by_line: dict[int, list[ProbeGrade]] = defaultdict(list)
     for one in grades:
-        if one.score is not None:
-            lines[one.line].append(passes(one.score, threshold) == above)
-    answers = sum(map(len, lines.values()))
-    wrong = sum(map(sum, lines.values()))
-    share = interval([sum(hits) for hits in lines.values()], [*map(len, lines.values())]) if answers else None
-    return ErrorRate(wrong, answers, share)
+        by_line[one.line].append(one)
+    return {line: _scale(of_line, threshold) for line, of_line in by_line.items()}
 
 
-def kinds(grades: Sequence[ProbeGrade], threshold: float) -> list[KindOfProbe]:
+def _scale(of_line: Sequence[ProbeGrade], threshold: float) -> RowScale:
+    low = {one.kind: one.score for one in of_line if one.expect == "low" and one.score is not None}
+    empty = low.get(EMPTY, min(low.values(), default=None))
+    right = next((one for one in of_line if one.kind == RIGHT and one.score is not None), None)
+    if right is None or right.score is None:
+        return RowScale(empty, None, threshold)
+    earns = empty is not None and not right.is_guess and not passes(empty, right.score)
+    return RowScale(empty, right.score if earns or passes(right.score, threshold) else None, threshold)
+
+
+def is_unclear(grades: Sequence[ProbeGrade], lines: Mapping[int, RowScale]) -> bool:
+    """Whether right answers are guesses of which most do not pass: then their form is not known."""
+    guessed = [one for one in grades if one.kind == RIGHT and one.is_guess]
+    return sum(lines[one.line].right is None for one in guessed) > MANY_ERRORS * len(guessed)
+
+
+def _no_longer_high(expect: Expect) -> Expect:
+    return "either" if expect == "high" else expect
+
+
+def reward_range(lines: Mapping[int, RowScale]) -> float:
+    """The mean score of right answers above that of empty ones; 1 where none is known."""
+    ranges = [
+        scale.right - scale.empty
+        for scale in lines.values()
+        if scale.right is not None and scale.empty is not None
+    ]
+    return max(0.0, statistics.fmean(ranges)) if ranges else 1.0
+
+
+def passed(probe: ProbeGrade, lines: Mapping[int, RowScale]) -> bool:
+    """Whether a graded answer passes: a right one if it sets the scale of its row, another by what it earns."""
+    scale = lines[probe.line]
+    if probe.kind == RIGHT:
+        return scale.right is not None
+    return probe.score is not None and scale.earned(probe.score) >= EARNS
+
+
+def error_rate(grades: Sequence[ProbeGrade], lines: Mapping[int, RowScale]) -> ErrorRate:
+    """The share of graded answers on the wrong side."""
+    graded = [one for one in grades if one.score is not None]
+    wrong = sum(passed(one, lines) != (one.expect == "high") for one in graded)
+    return ErrorRate(wrong, len(graded), _share(wrong, graded))
+
+
+def _share(hits: int, graded: Sequence[ProbeGrade]) -> ShareEstimate | None:
+    """The share of hits. Answers to one row are alike, so no more trials count than there are rows."""
+    if not graded:
+        return None
+    rows, share = len({one.line for one in graded}), hits / len(graded)
+    estimate = interval([share] * rows, [1] * rows)
+    return {
+        "low": estimate["low"] if hits else 0.0,
+        "expected": share,
+        "high": estimate["high"] if hits < len(graded) else 1.0,
+    }
+
+
+def kinds(grades: Sequence[ProbeGrade], lines: Mapping[int, RowScale]) -> list[KindOfProbe]:
     by_kind: dict[str, list[ProbeGrade]] = defaultdict(list)
     for one in grades:
         by_kind[one.kind].append(one)
-    return [_kind(kind, of_kind, threshold) for kind, of_kind in by_kind.items()]
+    return [_kind(kind, of_kind, lines) for kind, of_kind in by_kind.items()]
 
 
-def _kind(kind: str, of_kind: Sequence[ProbeGrade], threshold: float) -> KindOfProbe:
-    scores = [one.score for one in of_kind if one.score is not None]
-    passed = error_rate(of_kind, threshold, above=True)
+def _kind(kind: str, of_kind: Sequence[ProbeGrade], lines: Mapping[int, RowScale]) -> KindOfProbe:
+    graded = [one for one in of_kind if one.score is not None]
+    scores = [one.score for one in graded if one.score is not None]
+    hits = sum(passed(one, lines) for one in graded)
+    earned = [lines[one.line].earned(one.score) for one in graded if one.score is not None]
     return KindOfProbe(
         kind=kind,
         expect=of_kind[0].expect,
+        knows=of_kind[0].knows,
         answers=len(of_kind),
         failed=len(of_kind) - len(scores),
-        passed=passed.wrong,
-        share=passed.share,
+        passed=hits,
+        share=_share(hits, graded),
         mean_score=statistics.fmean(scores) if scores else None,
+        mean_earned=statistics.fmean(earned) if earned else None,
     )
 
 
-def worst(grades: Sequence[ProbeGrade], threshold: float) -> list[ExampleOfError]:
-    """The answers that are furthest on the wrong side: first one of each kind, then the second ones, ..."""
+def worst(grades: Sequence[ProbeGrade], lines: Mapping[int, RowScale]) -> list[ExampleOfError]:
+    """Answers on the wrong side: first one of each kind, then the second ones, ..."""
     by_kind: dict[str, list[ProbeGrade]] = defaultdict(list)
-    for one in sorted(grades, key=lambda one: -_error(one, threshold)):
-        if _error(one, threshold) >= 0:
+    for one in grades:
+        if one.score is not None and one.expect != "either" and passed(one, lines) != (one.expect == "high"):
             by_kind[one.kind].append(one)
-    ranked = [
-        (rank, -_error(one, threshold), one)
-        for of_kind in by_kind.values()
-        for rank, one in enumerate(of_kind)
-    ]
-    ranked.sort(key=lambda entry: entry[:2])
+    ranked = sorted(
+        ((rank, one) for of_kind in by_kind.values() for rank, one in enumerate(of_kind)),
+        key=lambda entry: entry[0],
+    )
     return [
         ExampleOfError(
             one.kind,
@@ -269,20 +380,9 @@ def worst(grades: Sequence[ProbeGrade], threshold: float) -> list[ExampleOfError
             one.score,
             one.reason[:SHOWN_CHARACTERS],
         )
-        for _, _, one in ranked[:WORST]
+        for _, one in ranked[:WORST]
         if one.score is not None
     ]
-
-
-def _error(probe: ProbeGrade, threshold: float) -> float:
-    """How far a score is on the wrong side of the threshold; -1: it is on the right side, or there is nprobe."""
-    if (
-        probe.score is None
-        or probe.expect == "either"
-        or passes(probe.score, threshold) == (probe.expect == "high")
-    ):
-        return -1.0
-    return abs(probe.score - threshold)
 
 
 def sensitivity(grades: Sequence[ProbeGrade]) -> Sensitivity:
@@ -294,11 +394,16 @@ def sensitivity(grades: Sequence[ProbeGrade]) -> Sensitivity:
     return Sensitivity(spearman(qualities, [score for _, score in pairs]) or 0.0, len(pairs))
 
 
-def noise(repeated: Sequence[Sequence[float | None]], threshold: float) -> JudgeNoise | None:
+def noise(
+    repeated: Sequence[Sequence[float | None]], threshold: float, reward_range: float = 1.0
+) -> JudgeNoise | None:
     """The noise of grading one answer again; answers with fewer than two scores do not count.
 
     The variance is pooled over the answers. With one grade for each row, the difference of two mean rewards over n rows
     has the standard error sd * sqrt(2 / n) from this noise alone, and hides a gain below 1.96 of these.
+
+    Args:
+        reward_range: of right above empty answers. Without one, a gain is that of scores from 0 to 1.
     """
     graded = [[score for score in scores if score is not None] for scores in repeated]
     graded = [scores for scores in graded if len(scores) > 1]
@@ -311,7 +416,7 @@ def noise(repeated: Sequence[Sequence[float | None]], threshold: float) -> Judge
         repeats=max(map(len, graded)),
         standard_deviation=deviation,
         flip_rate=statistics.fmean(_flips(scores, threshold) for scores in graded),
-        rows_hiding_gain=math.ceil(2 * (1.96 * deviation / GAIN) ** 2),
+        rows_hiding_gain=math.ceil(2 * (1.96 * deviation / (GAIN * (reward_range or 1.0))) ** 2),
     )
 
 
@@ -329,10 +434,11 @@ def parts(grades: Sequence[ProbeGrade]) -> list[PartOfGrader]:
 
 def _part(name: str, names: Sequence[str], grades: Sequence[ProbeGrade]) -> PartOfGrader:
     scores = [score for one in grades if (score := one.parts.get(name)) is not None]
+    # Where an answer has several fields, all other kinds change them together, so that parts agree by construction.
+    apart = [one for one in grades if one.kind == ONE_FIELD] or grades
     correlations = {
-        other: _correlation([(one.parts.get(name), one.parts.get(other)) for one in grades])
-        for other in names
-        if other != name
+        other: _correlation([(one.parts.get(name), one.parts.get(other)) for one in apart])
+        for other in names[names.index(name) + 1 :]
     }
     return PartOfGrader(
         name=name,
@@ -344,7 +450,7 @@ def _part(name: str, names: Sequence[str], grades: Sequence[ProbeGrade]) -> Part
         inert=_is_inert(name, grades),
         correlations=correlations,
         redundant_with=[
-            other for other, value in correlations.items() if value is not None and abs(value) >= REDUNDANT
+            other for other, value in correlations.items() if value is not None and value >= REDUNDANT
         ],
     )
 
@@ -374,33 +480,60 @@ def _is_flat(scores: Sequence[float]) -> bool:
     return most >= INERT * len(ordered)
 
 
-def coverage(grades: Sequence[ProbeGrade], of_rows: int) -> AuditCoverage:
+def coverage(grades: Sequence[ProbeGrade], of_rows: int, *, is_complete: bool) -> AuditCoverage:
     lines = {one.line for one in grades}
+    right = Counter(one.text for one in grades if one.kind == RIGHT)
     return AuditCoverage(
         rows=len(lines),
         of_rows=of_rows,
         with_right_answer=len({one.line for one in grades if one.kind == RIGHT}),
         never_graded=len(lines - {one.line for one in grades if one.score is not None}),
+        most_frequent=max(right.values(), default=0),
+        is_complete=is_complete,
     )
 
 
-def judge(audit: GraderAuditReport, knowing: set[str]) -> tuple[Outcome, str, list[str]]:
-    """The verdict, one sentence of it, and what to change, most important first.
-
-    Args:
-        knowing: kinds whose answers have the right values in them. A model earns nothing for free with these.
-    """
-    stops, cautions = _stops(audit, knowing), _cautions(audit, knowing)
-    outcome: Outcome = "stop" if stops else "caution" if cautions else "go"
+def judge(audit: GraderAuditReport) -> tuple[Outcome, str, list[str]]:
+    """The verdict, one sentence of it, and what to change, most important first."""
+    stops, unknown, cautions = _stops(audit), _unknown(audit), _cautions(audit)
+    outcome: Outcome = "stop" if stops else "unknown" if unknown else "caution" if cautions else "go"
     word = {
         "stop": "Do not train with this grader",
+        "unknown": "Unknown",
         "caution": "Train with caution",
         "go": "This grader can train",
     }[outcome]
-    first = (stops or cautions or [(_summary(audit), "")])[0][0]
-    more = len(stops) + len(cautions) - 1
+    findings = [*stops, *unknown, *cautions]
+    first = (findings or [(_summary(audit), "")])[0][0]
+    more = len(findings) - 1
     others = f" There {'is' if more == 1 else 'are'} {counted(more, 'further finding')}." if more > 0 else ""
-    return outcome, f"{word}: {first}.{others}", [advice for _, advice in (*stops, *cautions)]
+    return outcome, f"{word}: {first}.{others}", [advice for _, advice in findings]
+
+
+def enough_rows(coverage: AuditCoverage) -> int:
+    """The rows that an audit needs to decide about a job: 20, or all."""
+    return min(ROWS_OF_A_GATE, coverage.of_rows)
+
+
+def is_enough(coverage: AuditCoverage) -> bool:
+    graded = coverage.rows - coverage.never_graded
+    return coverage.is_complete and graded >= enough_rows(coverage)
+
+
+def worst_kind(kinds: Sequence[KindOfProbe]) -> KindOfProbe | None:
+    """The kind of wrong answers without knowledge that passes most often; None: none was graded."""
+    free = [(one.share["expected"], one) for one in kinds if _is_free(one) and one.share is not None]
+    return max(free, key=lambda pair: pair[0])[1] if free else None
+
+
+def _is_free(kind: KindOfProbe) -> bool:
+    return kind.expect == "low" and not kind.knows
+
+
+def named(names: Sequence[str]) -> str:
+    """At most three of the names, each cut, and how many there are beside them."""
+    shown = ", ".join(name[:NAME_CHARACTERS] for name in names[:NAMED])
+    return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
 def _summary(audit: GraderAuditReport) -> str:
@@ -417,20 +550,23 @@ def _summary(audit: GraderAuditReport) -> str:
 Finding = tuple[str, str]
 
 
-def _stops(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
+def _right(audit: GraderAuditReport) -> KindOfProbe | None:
+    """The right answers in a form that is known."""
+    return next((one for one in audit.kinds if one.kind == RIGHT and one.expect == "high"), None)
+
+
+def _stops(audit: GraderAuditReport) -> list[Finding]:
     findings: list[Finding] = []
-    # Of right answers, if any are known: wrong ones may have another form than the grader reads, such as JSON.
-    asked = next((one for one in audit.kinds if one.kind == RIGHT), None)
-    failed, answers = (asked.failed, asked.answers) if asked else (audit.grading.failed, audit.answers)
-    if failed > answers / 2:
+    right = _right(audit)
+    if right is not None and right.failed > MANY_ERRORS * right.answers:
         findings.append(
             (
-                f"{failed} of {answers} {'right ' if asked else ''}answers could not be graded",
+                f"{right.failed} of {right.answers} right answers could not be graded",
                 f"Most often: {audit.grading.reasons[0]} If right answers have another form, send it as 'answer'.",
             )
         )
     missed = audit.false_negatives
-    if missed.share is not None and missed.share["expected"] > HOLE:
+    if missed.share is not None and missed.share["expected"] > MANY_ERRORS:
         findings.append(
             (
                 f"{missed.wrong} of {missed.answers} right answers do not pass",
@@ -438,11 +574,11 @@ def _stops(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
                 "already, repair the grader or its pass_threshold.",
             )
         )
-    if free := _holes(audit, lambda kind: kind not in knowing):
+    if free := _holes(audit, knows=False):
         findings.append(
             (
-                f"a model can earn its reward without an answer ({', '.join(free)})",
-                f"Score these answers low, and add them as golden cases: {', '.join(free)}.",
+                f"a model can earn its reward without an answer ({named(free)})",
+                f"Score these answers low, and add them as golden cases: {named(free)}.",
             )
         )
     correlation = audit.sensitivity.correlation
@@ -456,26 +592,62 @@ def _stops(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
     return findings
 
 
-def _cautions(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
+def _unknown(audit: GraderAuditReport) -> list[Finding]:
+    if audit.grading.failed == audit.answers:
+        return [
+            (
+                f"none of {audit.answers} answers could be graded",
+                f"Most often: {audit.grading.reasons[0]} If answers have another form, send 'answer'.",
+            )
+        ]
+    if _right(audit) is not None:
+        return []
+    if audit.coverage.with_right_answer:
+        return [
+            (
+                "the form of a right answer is not known; send `answer`, such as <answer>{{item.answer}}</answer>",
+                "Send 'answer', a template of a right answer in the form that the grader reads.",
+            )
+        ]
+    return [
+        (
+            "no right answer is known, so it is not tested with any",
+            "Send 'answer', a template such as {{item.answer}}, if the rows have a reference.",
+        )
+    ]
+
+
+def _cautions(audit: GraderAuditReport) -> list[Finding]:
     findings: list[Finding] = []
-    if fooled := _holes(audit, lambda kind: kind in knowing):
+    rows, constant = audit.coverage.with_right_answer, audit.coverage.most_frequent
+    if _right(audit) is not None and rows > 1 and constant >= CONSTANT * rows:
         findings.append(
             (
-                f"wrong answers that mention the reference pass ({', '.join(fooled)})",
+                f"one answer is right on {constant} of {rows} rows, so a constant earns their reward",
+                "Compare with a field of the row, or balance the rows.",
+            )
+        )
+    if much := [
+        one.kind
+        for one in audit.kinds
+        if _is_free(one) and one.kind != OTHER and one.mean_earned is not None and one.mean_earned > MUCH
+    ]:
+        findings.append(
+            (
+                f"answers without knowledge earn most of the reward of right ones ({named(much)})",
+                f"Score these answers lower: {named(much)}.",
+            )
+        )
+    if fooled := _holes(audit, knows=True):
+        findings.append(
+            (
+                f"wrong answers that mention the reference pass ({named(fooled)})",
                 "Compare the whole answer, or the text between tags that the prompt asks for, instead of looking for "
                 "the reference anywhere in it.",
             )
         )
-    rate = audit.false_positives.share
-    if rate is not None and rate["expected"] > FEW_ERRORS and not fooled:
-        findings.append(
-            (
-                f"{audit.false_positives.wrong} of {audit.false_positives.answers} wrong answers pass",
-                "Look at the worst examples, and raise pass_threshold or tighten the comparison.",
-            )
-        )
-    missed = audit.false_negatives
-    if missed.share is not None and FEW_ERRORS < missed.share["expected"] <= HOLE:
+    missed, right = audit.false_negatives, _right(audit)
+    if missed.share is not None and FEW_ERRORS < missed.share["expected"] <= MANY_ERRORS:
         findings.append(
             (
                 f"{missed.wrong} of {missed.answers} right answers do not pass",
@@ -483,25 +655,19 @@ def _cautions(audit: GraderAuditReport, knowing: set[str]) -> list[Finding]:
             )
         )
     correlation = audit.sensitivity.correlation
-    if correlation is None:
-        findings.append(
-            (
-                "no right answer is known, so it is not tested with any",
-                "Send 'answer', a template such as {{item.answer}}.",
-            )
-        )
-    elif INSENSITIVE <= correlation < SENSITIVE:
+    if correlation is not None and INSENSITIVE <= correlation < SENSITIVE:
         findings.append(
             (
                 f"the score follows the quality of answers loosely (Spearman {correlation:.2f}, below {SENSITIVE})",
                 "Give partial credit, or a judge a scale with examples.",
             )
         )
-    if audit.grading.failed > FEW_ERRORS * audit.answers:
+    # Wrong answers of a form that the grader does not read, such as text where it reads JSON, do no harm ungraded.
+    if right is not None and FEW_ERRORS * right.answers < right.failed <= MANY_ERRORS * right.answers:
         findings.append(
             (
-                f"{audit.grading.failed} of {audit.answers} answers could not be graded, which trains nothing",
-                f"Make the grader score any text. Most often: {audit.grading.reasons[0]}",
+                f"{right.failed} of {right.answers} right answers could not be graded, which trains nothing",
+                f"Most often: {audit.grading.reasons[0]}",
             )
         )
     return [*findings, *_of_judges(audit), *_of_parts(audit)]
@@ -515,7 +681,7 @@ def _of_judges(audit: GraderAuditReport) -> list[Finding]:
         (
             f"two grades of the same answer disagree in {100 * measured.flip_rate:.0f} % of the cases",
             f"Ask for less at once, set temperature 0, or average several judges. Below {measured.rows_hiding_gain} "
-            f"validation rows the noise hides a gain of {GAIN}.",
+            f"validation rows the noise hides a gain of {100 * GAIN:.0f} %.",
         )
     ]
 
@@ -525,21 +691,37 @@ def _of_parts(audit: GraderAuditReport) -> list[Finding]:
     if inert := [part.name for part in audit.parts if part.inert]:
         findings.append(
             (
-                f"of its parts, {', '.join(inert)} gave almost all answers the same score",
-                f"Remove or repair {', '.join(inert)}: such a part adds no signal.",
+                f"of its parts, {named(inert)} gave almost all answers the same score",
+                f"Remove or repair {named(inert)}: such a part adds no signal.",
             )
         )
-    pairs = {tuple(sorted((part.name, other))) for part in audit.parts for other in part.redundant_with}
+    pairs = [
+        f"{part.name[:NAME_CHARACTERS]} with {other[:NAME_CHARACTERS]}"
+        for part in audit.parts
+        for other in part.redundant_with
+    ]
     if pairs:
-        shown = "; ".join(" and ".join(pair) for pair in sorted(pairs))
-        findings.append((f"parts say the same ({shown})", f"Leave one of them out: {shown}."))
+        shown = "; ".join(pairs[:NAMED]) + (f" and {len(pairs) - NAMED} more" if len(pairs) > NAMED else "")
+        findings.append((f"parts agree on these answers ({shown})", f"Leave one of them out: {shown}."))
     return findings
 
 
-def _holes(audit: GraderAuditReport, counts: Callable[[str], bool]) -> list[str]:
+def _notes(audit: GraderAuditReport) -> list[str]:
+    return [
+        f"{one.kind} passes on {one.passed} of {one.answers} rows, as with most graders that read an answer out of a "
+        "text."
+        for one in audit.kinds
+        if one.kind in NOTED and one.share is not None and one.share["expected"] > HOLE
+    ]
+
+
+def _holes(audit: GraderAuditReport, *, knows: bool) -> list[str]:
     """Kinds of wrong answers that pass on most rows."""
     return [
         one.kind
         for one in audit.kinds
-        if one.expect == "low" and counts(one.kind) and one.share is not None and one.share["expected"] > HOLE
+        if one.expect == "low"
+        and one.knows == knows
+        and one.share is not None
+        and one.share["expected"] > HOLE
     ]

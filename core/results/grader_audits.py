@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
@@ -17,6 +18,9 @@ from core.database.engine import Work
 from core.database.tables import GraderAudit, GraderVersion, StoredGrader
 from core.errors import GraderAuditNotFound
 from core.results import background
+from core.results.grader_audit_report import GraderAuditReport
+
+REPORT = TypeAdapter(GraderAuditReport)
 
 
 def behavior_of(spec: Mapping[str, Any]) -> str:
@@ -98,6 +102,7 @@ def summary_of_report(report: Mapping[str, Any]) -> dict[str, Any]:
         "verdict": report["verdict"],
         "sentence": report["sentence"],
         "false_positives": report["false_positives"],
+        "mentions": report["mentions"],
         "false_negatives": report["false_negatives"],
         "correlation": report["sensitivity"]["correlation"],
     }

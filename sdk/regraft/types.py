@@ -168,7 +168,7 @@ class Share(BaseModel):
 
 
 class ErrorRate(BaseModel):
-    """Answers on the wrong side of the pass threshold, among the graded ones. None: none was graded."""
+    """Wrong answers that pass, or right ones that do not, among the graded ones. None: none was graded."""
 
     wrong: int
     answers: int
@@ -176,7 +176,7 @@ class ErrorRate(BaseModel):
 
 
 class ExampleOfError(BaseModel):
-    """An answer on the wrong side of the pass threshold; its text is cut at 500 characters."""
+    """A wrong answer that passes, or a right one that does not; its text is cut at 500 characters."""
 
     kind: str
     expect: Literal["high", "low", "either"]
@@ -191,6 +191,8 @@ class KindOfProbe(BaseModel):
 
     kind: str
     expect: Literal["high", "low", "either"]
+    knows: bool
+    """Its answers have the right values in them."""
     answers: int
     failed: int
     """Could not be graded."""
@@ -198,6 +200,8 @@ class KindOfProbe(BaseModel):
     share: Share | None = None
     """That pass, of the graded answers."""
     mean_score: float | None = None
+    mean_earned: float | None = None
+    """Mean share of the reward of a right answer to the same row, above that of an empty one."""
 
 
 class Sensitivity(BaseModel):
@@ -210,7 +214,7 @@ class Sensitivity(BaseModel):
 
 class JudgeNoise(BaseModel):
     """The scores of equal answers, each graded `repeats` times with other seeds and with its labels
-    reversed.
+    reversed. They are scores of the whole grader, so the noise of several judges counts together.
     """
 
     answers: int
@@ -220,7 +224,7 @@ class JudgeNoise(BaseModel):
     flip_rate: float
     """Probability that two grades of an answer pass and fail it."""
     rows_hiding_gain: int
-    """Validation rows up to which this noise hides a gain of 0.05 in the mean reward."""
+    """Validation rows up to which this noise hides a gain of 5 % of a right answer's reward."""
 
 
 class PartOfGrader(BaseModel):
@@ -236,7 +240,7 @@ class PartOfGrader(BaseModel):
     inert: bool
     """95 % of the answers have the same score."""
     correlations: dict[str, float | None]
-    """With the other parts."""
+    """With the parts after it."""
     redundant_with: list[str]
 
 
@@ -267,18 +271,26 @@ class AuditCoverage(BaseModel):
     """In the file."""
     with_right_answer: int
     never_graded: int
+    most_frequent: int
+    """Rows with the same right answer: what a constant earns."""
+    is_complete: bool
+    """false: the budget was used up before all were graded."""
 
 
 class GraderAuditReport(BaseModel):
     """The results of a grader audit. Shares are from 0 to 1, with 95 % confidence intervals."""
 
-    verdict: Literal["go", "caution", "stop"]
+    verdict: Literal["go", "caution", "unknown", "stop"]
     sentence: str
     advice: list[str]
+    notes: list[str]
+    """Kinds that pass, which may be right or wrong."""
     pass_threshold: float
     answers: int
     false_positives: ErrorRate
-    """Of the answers that should score low."""
+    """Of the wrong answers that need no knowledge of the right one."""
+    mentions: ErrorRate
+    """Of the wrong answers that mention the right one."""
     false_negatives: ErrorRate
     """Of the right answers."""
     worst: list[ExampleOfError]
@@ -315,7 +327,7 @@ class GraderAudit(BaseModel):
     """SHA-256 of the specification."""
     progress: GraderAuditProgress
     report: GraderAuditReport | None = None
-    """Once it is completed."""
+    """Once it is completed; lists leave it out."""
     error: RunError | None = None
 
 
@@ -353,9 +365,10 @@ class Audited(BaseModel):
 
     id: str
     created_at: int
-    verdict: Literal["go", "caution", "stop"]
+    verdict: Literal["go", "caution", "unknown", "stop"]
     sentence: str
     false_positives: ErrorRate
+    mentions: ErrorRate
     false_negatives: ErrorRate
     correlation: float | None = None
 
@@ -585,10 +598,6 @@ class PreviewReport(BaseModel):
         "good", "little_signal", "too_hard", "too_easy", "uneven", "cut_off", "grader_fails", "does_not_fit"
     ]
     recommendation: str
-    audit: GraderAuditReport | None = None
-    """Of the grader on these rows (docs/howto/graders.md); None: it calls a server, or needs the weights
-    of a reward model.
-    """
 
 
 class Preview(BaseModel):

@@ -97,9 +97,16 @@ def test_an_audit_is_stored_with_its_report(web: httpx.Client, file: str) -> Non
     report = made["report"]
     assert report["verdict"] == "stop"
     assert "all_labels" in report["sentence"]
-    assert report["coverage"] == {"rows": 12, "of_rows": 12, "with_right_answer": 12, "never_graded": 0}
+    assert report["coverage"] == {
+        "rows": 12,
+        "of_rows": 12,
+        "with_right_answer": 12,
+        "never_graded": 0,
+        "most_frequent": 4,
+        "is_complete": True,
+    }
     assert made["progress"]["graded"] == made["progress"]["of"] == report["answers"]
-    assert [one["id"] for one in web.get(AUDITS).json()["data"]] == [made["id"]]
+    assert [(one["id"], one["report"]) for one in web.get(AUDITS).json()["data"]] == [(made["id"], None)]
 
 
 def test_a_strict_grader_goes(web: httpx.Client, file: str) -> None:
@@ -130,6 +137,8 @@ def test_a_template_says_how_right_answers_are_written(web: httpx.Client, file: 
     ("asked", "param"),
     [
         ({"answer": "{{sample.output_text}}"}, "answer"),
+        ({"answer": "{{item.nope}}"}, "answer"),
+        ({"grader": EQUAL | {"input": "{{sample.output_tools[0].function.name}}"}}, "grader"),
         ({"rows": 0}, "rows"),
         ({"training_file": "file-x"}, "training_file"),
     ],
@@ -156,7 +165,7 @@ def test_a_hostile_grader_stays_in_the_sandbox(web: httpx.Client, file: str) -> 
         web, grader={"type": "python", "name": "p", "source": source}, training_file=file, rows=1
     )["report"]
 
-    assert report["verdict"] == "stop"
+    assert report["verdict"] == "unknown"
     assert report["grading"]["failed"] == report["answers"]
 
 
@@ -278,16 +287,39 @@ class TestGateOfAJob:
     def test_refuses_a_grader_that_lets_wrong_answers_pass(
         self, web: httpx.Client, file: str, job: Callable[..., dict[str, Any]]
     ) -> None:
-        share = audited(web, grader=CONTAINS, training_file=file)["report"]["false_positives"]["share"][
-            "expected"
-        ]
+        source = "def grade(sample, item):\n    return float(sample['output_text'].split()[-1:] == [item['answer']])\n"
+        last_word = {"type": "python", "name": "last_word", "source": source}
+        kinds = audited(web, grader=last_word, training_file=file)["report"]["kinds"]
+        [share] = [one["share"]["expected"] for one in kinds if one["kind"] == "all_labels"]
 
-        refused = web.post("/fine_tuning/jobs", json=job(CONTAINS, share - 0.01))
-        made = web.post("/fine_tuning/jobs", json=job(CONTAINS, share + 0.01))
+        refused = web.post("/fine_tuning/jobs", json=job(last_word, share - 0.01))
+        made = web.post("/fine_tuning/jobs", json=job(last_word, share + 0.01))
 
         assert refused.json()["error"]["code"] == "grader_blocked"
-        assert "wrong answers pass the grader" in refused.json()["error"]["message"]
+        assert "answers of the kind all_labels pass the grader" in refused.json()["error"]["message"]
         assert made.status_code == 200, made.text
+
+    def test_refuses_a_grader_whose_audit_stops(
+        self, web: httpx.Client, file: str, job: Callable[..., dict[str, Any]]
+    ) -> None:
+        audited(web, grader=CONTAINS, training_file=file)
+
+        answer = web.post("/fine_tuning/jobs", json=job(CONTAINS, 1.0))
+
+        assert answer.json()["error"]["code"] == "grader_blocked"
+        assert "Do not train" in answer.json()["error"]["message"]
+
+    def test_refuses_an_audit_without_a_grade_or_of_few_rows(
+        self, web: httpx.Client, file: str, job: Callable[..., dict[str, Any]]
+    ) -> None:
+        broken = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    raise ValueError\n"}
+        audited(web, grader=broken, training_file=file)
+        audited(web, grader=EQUAL, training_file=file, rows=5)
+
+        answers = [web.post("/fine_tuning/jobs", json=job(one, 1.0)) for one in (broken, EQUAL)]
+
+        assert [one.json()["error"]["code"] for one in answers] == ["grader_not_audited"] * 2
+        assert "at least 12 are needed" in answers[1].json()["error"]["message"]
 
     def test_a_job_has_an_event_about_the_audit(
         self, web: httpx.Client, file: str, job: Callable[..., dict[str, Any]]

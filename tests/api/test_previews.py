@@ -1048,12 +1048,3 @@ def test_what_its_grader_asks_of_the_hazard_pool_has_its_project_for_an_owner(
         report(web, body() | {"rows": 1})
 
     assert backends.owners == [house.project.id]
-
-
-def test_a_preview_audits_its_grader_on_its_rows(
-    web: httpx.Client, body: Callable[..., dict[str, Any]]
-) -> None:
-    report = ended(web, created(web, body() | {"rows": 4, "samples": 2}))["report"]
-
-    assert report["audit"]["coverage"]["rows"] == 4
-    assert report["audit"]["false_positives"]["wrong"] == 0

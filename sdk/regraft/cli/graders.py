@@ -103,7 +103,10 @@ def graders_audit(arguments: argparse.Namespace) -> int:
         rows=arguments.rows,
         max_tokens=arguments.max_tokens,
     )
-    audit = audits.wait(begun.id)
+    say(f"{begun.id}: in progress")
+    audit = audits.wait(
+        begun.id, progress=lambda one: say(f"{one.status}: {one.progress.graded} of {one.progress.of} graded")
+    )
     if audit.report is None:
         raise Refused(
             audit.error.message if audit.error is not None else f"The audit {audit.id} was canceled."
@@ -111,7 +114,17 @@ def graders_audit(arguments: argparse.Namespace) -> int:
     report = audit.report
     rows = [[one.kind, one.expect, one.line, one.score, shortened(one.text, NARROW)] for one in report.worst]
     worst = f"\n{table(['worst', 'expected', 'line', 'score', 'answer'], rows)}" if rows else ""
-    answer(arguments, audit, lambda: "\n".join([report.sentence, *report.advice]) + worst)
+    rates = [
+        f"{one.wrong} of {one.answers} {name}"
+        for name, one in (
+            ("wrong answers without knowledge pass", report.false_positives),
+            ("wrong answers that mention the right one pass", report.mentions),
+            ("right answers do not pass", report.false_negatives),
+        )
+        if one.answers
+    ]
+    lines = [report.sentence, *report.advice, *report.notes, *rates]
+    answer(arguments, audit, lambda: "\n".join(lines) + worst)
     return NO if report.verdict == "stop" else DONE
 
 
