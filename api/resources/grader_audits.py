@@ -32,7 +32,7 @@ from core.results import background, grader_audits
 from core.results.grader_audit_report import GraderAuditReport
 from core.storage import files
 from core.tenancy import tenants
-from graders.build import calls_servers, reads_tools
+from graders.build import EPISODE_FIELDS, calls_servers, reads_sample
 from graders.exploits.corpus import KINDS
 from graders.exploits.right_answers import checked_answer_template, right_answer
 from graders.hazards.pool import OWNER
@@ -194,10 +194,11 @@ async def create_grader_audit(
 def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tuple[AuditInputs, GraderAudit]:
     """Read the file and validate the request. Runs in a thread."""
     refuse_judges_beyond(service, project, body.grader)
-    if (where := reads_tools(body.grader, "grader")) is not None:
+    if (found := reads_sample(body.grader, "grader", ("output_tools", *EPISODE_FIELDS))) is not None:
+        where, name = found
         raise InvalidRequest(
-            "Not audited: the grader reads tool calls, and the answers of an audit have none. Try it with "
-            "`regraft graders run` and cases with 'output_tools'.",
+            f"Not audited: the grader reads sample.{name}, and the answers of an audit have neither tool calls nor "
+            "episodes. Try it with `regraft graders run` and cases with 'output_tools'.",
             param=where,
         )
     with service.database.read() as session:
