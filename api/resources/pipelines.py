@@ -117,7 +117,10 @@ def _progress(session: Session, stages: Sequence[Stage]) -> Mapping[str, dict[st
 
 
 def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification without the secrets of its grader and tools. A stored grader is shown as the reference to its version."""
+    """The specification without the secrets of its grader and tools.
+
+    A stored grader is shown as the reference to its version.
+    """
     method = spec.get("method") or {}
     inner = method.get("reinforcement") or {}
     shown = dict(spec)
