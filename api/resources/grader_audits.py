@@ -36,7 +36,7 @@ from graders.build import EPISODE_FIELDS, calls_servers, reads_sample
 from graders.exploits.corpus import KINDS
 from graders.exploits.right_answers import checked_answer_template, right_answer
 from graders.hazards.pool import OWNER
-from graders.spec import dump
+from graders.spec import GraderSpec, dump
 
 router = APIRouter(prefix="/regraft", tags=["regraft"])
 
@@ -191,16 +191,20 @@ async def create_grader_audit(
     return await background_runs.begin(service, slot, add, run)
 
 
-def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tuple[AuditInputs, GraderAudit]:
-    """Read the file and validate the request. Runs in a thread."""
-    refuse_judges_beyond(service, project, body.grader)
-    if (found := reads_sample(body.grader, "grader", ("output_tools", *EPISODE_FIELDS))) is not None:
+def _refuse_graders_of_episodes(spec: GraderSpec) -> None:
+    if (found := reads_sample(spec, "grader", ("output_tools", *EPISODE_FIELDS))) is not None:
         where, name = found
         raise InvalidRequest(
             f"Not audited: the grader reads sample.{name}, and the answers of an audit have neither tool calls nor "
             "episodes. Try it with `regraft graders run` and cases with 'output_tools'.",
             param=where,
         )
+
+
+def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tuple[AuditInputs, GraderAudit]:
+    """Read the file and validate the request. Runs in a thread."""
+    refuse_judges_beyond(service, project, body.grader)
+    _refuse_graders_of_episodes(body.grader)
     with service.database.read() as session:
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.free_storage(session, project.id, limits)

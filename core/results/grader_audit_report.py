@@ -646,6 +646,11 @@ def _cautions(audit: GraderAuditReport) -> list[Finding]:
                 "the reference anywhere in it.",
             )
         )
+    return [*findings, *_of_right_answers(audit), *_of_judges(audit), *_of_parts(audit)]
+
+
+def _of_right_answers(audit: GraderAuditReport) -> list[Finding]:
+    findings: list[Finding] = []
     missed, right = audit.false_negatives, _right(audit)
     if missed.share is not None and FEW_ERRORS < missed.share["expected"] <= MANY_ERRORS:
         findings.append(
@@ -670,7 +675,7 @@ def _cautions(audit: GraderAuditReport) -> list[Finding]:
                 f"Most often: {audit.grading.reasons[0]}",
             )
         )
-    return [*findings, *_of_judges(audit), *_of_parts(audit)]
+    return findings
 
 
 def _of_judges(audit: GraderAuditReport) -> list[Finding]:

@@ -57,7 +57,7 @@ OPENAIS: dict[str, Any] = {
                 "eval_samples": None,
             },
             "response_format": None,
-            "tools": [{"name": "search"}],
+            "tools": [{"name": "search", "server_url": "https://tools.example.com/search"}],
         },
     },
 }
@@ -75,6 +75,7 @@ def test_the_job_file_is_a_job_here(tmp_path: Path) -> None:
     created = JobCreate.model_validate(body)
     assert created.method_body()["grader"] == OPENAIS["method"]["reinforcement"]["grader"]
     assert created.reinforcement("This test").hyperparameters.batch_size == 16
+    assert created.method_body()["tools"] == OPENAIS["method"]["reinforcement"]["tools"]
     assert (created.model, created.seed, created.suffix) == ("tiny", 42, "my desk!")
     assert created.metadata == {"team": "a b"}
     [only] = present(created.integrations)
@@ -106,7 +107,6 @@ def test_it_says_what_differs() -> None:
         "n_epochs is as many",
         "learning_rate_multiplier scales",
         "W&B runs use the account",
-        "tools is left out",
         "'my desk!' appears as 'my-desk'",
         "grader.graders.py: python",
         "base64",

@@ -15,7 +15,7 @@ from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(
-    Hyperparameters.model_validate({"advanced": {"optimizer": {"learning_rate": 0.01}}}),
+    Hyperparameters.model_validate({"advanced": {"optimizer": {"learning_rate": 0.01, "step_kl": 0}}}),
     rows=8,
     parameters=1000,
     context=128,

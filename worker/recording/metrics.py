@@ -81,10 +81,7 @@ def of_step(
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
     data |= _of_graders(graders, splits, resampled_P)
     step_seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())}
-    data["timing"] = {
-        "step": step_seconds,
-        "graders": _per_grader(graders, splits, _latency_fields),
-    }
+    data["timing"] = {"step": step_seconds, "graders": _per_grader(graders, splits, _latency_fields)}
     return StepMetrics(**data)
 
 

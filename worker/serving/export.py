@@ -68,17 +68,29 @@ def export_to(
                 refuse_unmapped(entry, settings.model_cache, scratch, with_tokenizer=format == "gguf")
             _download(home, blobs, checkpoint.id, scratch)
             with writing_to(folder, OUTPUT):
-                match format:
-                    case "merged":
-                        merge(entry, settings.model_cache, scratch, folder)
-                    case "gguf":
-                        return write_gguf(entry, settings.model_cache, scratch, folder, weight_type)
-                    case "gguf-adapter":
-                        write_gguf_adapter(entry, settings.model_cache, scratch, folder)
+                return _write(entry, settings.model_cache, scratch, folder, format, weight_type)
     except (NotFound, CheckpointDamaged) as refused:
         sys.exit(refused.message)
     except (NoRoom, Refusal) as refused:
         sys.exit(str(refused))
+
+
+def _write(
+    entry: BaseModelEntry,
+    cache: Path,
+    checkpoint: Path,
+    folder: Path,
+    format: Format,
+    weight_type: WeightType,
+) -> str:
+    """Write a checkpoint in a format that needs its base model. Returns a sentence for the operator, or ""."""
+    match format:
+        case "gguf":
+            return write_gguf(entry, cache, checkpoint, folder, weight_type)
+        case "gguf-adapter":
+            write_gguf_adapter(entry, cache, checkpoint, folder)
+        case _:
+            merge(entry, cache, checkpoint, folder)
     return ""
 
 

@@ -162,15 +162,7 @@ def write_model(
         )
     architecture = Architecture(config)
     architecture.targets(pairs)
-    files = {
-        name: path
-        for name, path in quantized.files_by_tensor(source).items()
-        if architecture.is_written(name)
-    }
-    if absent := sorted(pairs.keys() - files.keys()):
-        raise UnsupportedModel(
-            f"GGUF is not supported: the model's files have no {absent[0]}, which the adapter changes."
-        )
+    files = _written_files(architecture, source, pairs)
     shapes = quantized.shapes_in(source)
     weights_stored_as, file_type = WEIGHT_TYPES[weight_type]
     writer = gguf.GGUFWriter(file, architecture.name, endianess=GGUFEndian.LITTLE)
@@ -183,6 +175,22 @@ def write_model(
     _write_tensors(
         file, writer, architecture, files, {name: shapes[name] for name in files}, pairs, weights_stored_as
     )
+
+
+def _written_files(
+    architecture: Architecture, source: Path | str, pairs: Mapping[str, Pair]
+) -> dict[str, str]:
+    """The files of the tensors that are written, by tensor. Raises UnsupportedModel if the adapter changes another."""
+    files = {
+        name: path
+        for name, path in quantized.files_by_tensor(source).items()
+        if architecture.is_written(name)
+    }
+    if absent := sorted(pairs.keys() - files.keys()):
+        raise UnsupportedModel(
+            f"GGUF is not supported: the model's files have no {absent[0]}, which the adapter changes."
+        )
+    return files
 
 
 def _write_tensors(
