@@ -90,7 +90,7 @@ def learn(folder: Path, seed: int = 0) -> list[float]:
     GenerationConfig(eos_token_id=ends).save_pretrained(path)
     entry = BaseModelEntry(path=path, dtype="float32", context=16)
     policy = Policy(load_base("tiny", entry, folder / "cache", "cpu"), rank=16, alpha=32, seed=seed)
-    asked = {"learning_rate": 1e-2, "group_size": GROUP, "max_completion_tokens": 1}
+    asked = {"learning_rate": 1e-2, "step_kl": 0, "group_size": GROUP, "max_completion_tokens": 1}
     settings = resolve(
         Hyperparameters.model_validate({"advanced": in_groups(asked)}), rows=5, parameters=1, context=16
     ).model_copy(update={"max_episode_tokens": 2})
