@@ -27,6 +27,7 @@ QUICKLY = """max_completion_tokens = 3
 
 [hyperparameters.advanced.optimizer]
 learning_rate = 0.02
+step_kl = 0
 
 [hyperparameters.advanced.lora]
 rank = 8
