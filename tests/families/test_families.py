@@ -35,7 +35,7 @@ LENGTHS = (40, 23)  # of the prompts
 ANSWER = 10
 SETTINGS = resolve(
     Hyperparameters.model_validate(
-        {"advanced": {"optimizer": {"learning_rate": 0.01}, "sampling": {"group_size": 4}}}
+        {"advanced": {"optimizer": {"learning_rate": 0.01, "step_kl": 0}, "sampling": {"group_size": 4}}}
     ),
     rows=2,
     parameters=1000,
