@@ -65,6 +65,7 @@ NOT_STORING = {
     "/v1/fine_tuning/alpha/graders/run": ONLY_READS,
     "/v1/regraft/graders/{grader_name}/check": ONLY_READS,
     "/v1/regraft/jobs/{job_id}/regrades/{regrade_id}/cancel": CHANGES,
+    "/v1/regraft/grader_audits/{audit_id}/cancel": CHANGES,
     "/v1/responses/input_tokens": ONLY_READS,
     "/v1/batches/{batch_id}/cancel": CHANGES,
     "/v1/evals/{eval_id}": CHANGES,
@@ -119,6 +120,7 @@ def storing(
         "/v1/uploads": {"json": announced},
         "/v1/fine_tuning/jobs": {"json": job_request()},
         "/v1/regraft/previews": {"json": preview},
+        "/v1/regraft/graders/audit": {"json": {"grader": GRADER, "training_file": file}},
         "/v1/regraft/graders": {"json": {"name": "new", "grader": GRADER}},
         "/v1/regraft/graders/{grader_name}/cases": {
             "url": "/v1/regraft/graders/close/cases",

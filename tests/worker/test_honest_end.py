@@ -54,6 +54,14 @@ def trained(
     return run
 
 
+def ruined(bench: Bench, **settings: Any) -> Any:
+    """A job that ruins its model, in the run after its one rollback."""
+    first = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, **settings)
+    assert asyncio.run(first.train()) is RunOutcome.ROLLED_BACK
+    bench.again()
+    return trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, **settings)
+
+
 def told(bench: Bench, level: str) -> list[Any]:
     with bench.database.read() as session:
         rows = session.query(Event).where(Event.level == level).order_by(Event.seq)
@@ -85,7 +93,7 @@ def test_a_job_that_learned_ends_improved_with_the_numbers_everywhere(bench: Ben
 
 
 def test_a_ruined_job_ends_worse_with_an_error_that_names_the_cause(bench: Bench) -> None:
-    asyncio.run(trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2).train())
+    asyncio.run(ruined(bench).train())
 
     assert bench.job().status == "succeeded"
     assert present(bench.job().verdict)["outcome"] == "worse"
@@ -99,7 +107,7 @@ def test_a_ruined_job_ends_worse_with_an_error_that_names_the_cause(bench: Bench
     assert data["cause"] == "collapse"
     assert data["verdict"] == bench.job().verdict
     rules = [data["rule"] for _, data in told(bench, "warn") if "rule" in data]
-    assert sorted(rules) == ["below_base", "collapse"]
+    assert sorted(rules) == ["below_base", "collapse", "rollback"]
 
 
 def test_a_model_that_did_not_move_makes_no_difference(bench: Bench) -> None:
@@ -145,7 +153,7 @@ class TestRequireImprovement:
     ADVANCED = {"group_size": 4, "require_improvement": True}
 
     def test_fails_a_job_that_is_not_better_and_keeps_its_checkpoints(self, bench: Bench) -> None:
-        run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, advanced=self.ADVANCED)
+        run = ruined(bench, advanced=self.ADVANCED)
         with pytest.raises(
             UserMistake, match=r"not significantly above that of the base model.* 0 wins.*: worse\."
         ) as failed:
@@ -207,26 +215,23 @@ def test_the_verdict_needs_no_stored_rollouts(bench: Bench) -> None:
 
 
 def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench: Bench) -> None:
-    def run(**more: Any) -> Any:
-        return trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, **more)
-
-    first = run()
+    first = ruined(bench)
     first.stop_requested = lambda: first.experience.trainer.updates == 5
     assert asyncio.run(first.train()) is RunOutcome.INTERRUPTED
     bench.again()
-    asyncio.run(run().train())
+    asyncio.run(trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2).train())
 
     assert present(bench.job().verdict)["outcome"] == "worse"
     rules = [data["rule"] for _, data in told(bench, "warn") if "rule" in data]
-    assert sorted(rules) == ["below_base", "collapse"]
+    assert sorted(rules) == ["below_base", "collapse", "rollback"]
 
 
 def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(bench: Bench) -> None:
-    run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, eval_interval=4)
+    run = ruined(bench, eval_interval=4)
     run.before_step = crash_at(3)
     with pytest.raises(RuntimeError):
         asyncio.run(run.train())
-    assert [data["rule"] for _, data in told(bench, "warn") if "rule" in data] == ["collapse"]
+    assert [data["rule"] for _, data in told(bench, "warn") if "rule" in data] == ["rollback", "collapse"]
     bench.again()
     again = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, eval_interval=4)
     asyncio.run(again.train())
