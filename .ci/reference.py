@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from regraft.cli import parser as client_cli
 
 from api.http.openapi import REFUSALS
-from core import errors, settings, step_metrics
+from core import errors, hardware, settings, step_metrics
 from core.jobs import (
     distillation,
     hyperparameter_groups,
@@ -186,11 +186,34 @@ def settings_page() -> Page:
     lines.pop()
     for name, kind, default, comment in fields_of(settings.Settings):
         lines.append(f"| `REGRAFT_{name.upper()}` | {code(kind)} | {code(default)} | {cell(comment)} |")
-    lines += ["", "## REGRAFT_GPU_CLASSES", "", "Each entry of the JSON object has these fields.", ""]
-    lines += ["| field | type | default | |", "|---|---|---|---|"]
-    for name, kind, default, comment in fields_of(settings.GpuClass):
-        lines.append(f"| `{name}` | {code(kind)} | {code(default)} | {cell(comment)} |")
+    lines += [
+        "",
+        "## The hardware file",
+        "",
+        f"{hardware.__doc__}".split("\n\n")[1].strip().replace("\n", " "),
+        "",
+    ]
+    lines += ["```toml", HARDWARE_FILE.strip(), "```"]
+    for title, of in HARDWARE.items():
+        lines += ["", title, "", "| field | type | default | |", "|---|---|---|---|"]
+        for name, kind, default, comment in fields_of(of):
+            lines.append(f"| `{name}` | {code(kind)} | {code(default)} | {cell(comment)} |")
     return lines
+
+
+HARDWARE_FILE = """
+price_per_gpu_second = 0.0006
+currency = "EUR"
+
+[gpu_classes.h100]
+gpu_memory_gib = 78
+kv_cache_gib = 24
+"""
+HARDWARE = {
+    "Its fields:": hardware.Hardware,
+    "The fields of a table `gpu_classes.NAME`:": hardware.GpuClass,
+    "The fields of `sizes`, in a class whose jobs choose their GPUs:": hardware.JobSizes,
+}
 
 
 def hyperparameters_page() -> Page:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -21,6 +19,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from core.addresses import HostPort, check_is_escaped, check_is_meant, check_redis_options, plain_host
+from core.hardware import Auto, Hardware, KvCacheGib, SamplerChoice, TokenBudget, hardware_of
 from core.inference import InferenceUrl, address_of
 from core.masking import hide_secrets
 from core.tenancy.limits import DEFAULT_LIMITS, Limits
@@ -28,12 +27,7 @@ from core.tenancy.single_sign_on import Rule, TrustedNetwork
 from core.thresholds import Thresholds
 
 Checksums = Literal["when_supported", "when_required"]
-SamplerChoice = Literal["registry", "transformers", "vllm"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
-# The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
-Auto = Literal["auto"]
-KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
-TokenBudget = Auto | Annotated[int, Field(ge=256)]
 EngineCount = Auto | Annotated[int, Field(ge=1)]
 Addresses = tuple[
     Annotated[str, Field(pattern=r"^https?://(\[[0-9A-Fa-f:.]+\]|[^\s/@:\[\]]+)(:\d{1,5})?(/\S*)?$")], ...
@@ -46,38 +40,6 @@ _TAKEN = re.compile(
     "(content|sec|openai)-.*",
     re.IGNORECASE,
 )
-
-
-class JobSizes(BaseModel):
-    """The GPUs and nodes that a job of a class may choose (`resources`), of pods that the dispatcher starts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    # On each node, and nodes, of a job that does not choose.
-    gpus: int = Field(ge=1)
-    nodes: int = Field(default=1, ge=1)
-    max_gpus: int = Field(ge=1)
-    max_nodes: int = Field(default=1, ge=1)
-
-
-class GpuClass(BaseModel):
-    """Hardware of the machines of one `gpu_class`, and settings that apply to them only."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    # Memory of one GPU: the value of nvidia-smi, rounded down, less 1 GiB for the driver (an H100 shows 79.6 GiB: 78).
-    # 0: no GPU. Unset: unknown; jobs are checked when they run.
-    gpu_memory_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    kv_cache_gib: KvCacheGib | None = None
-    train_token_budget: TokenBudget | None = None
-    sampler: SamplerChoice | None = None
-    # REGRAFT_RANKS of the workers of the class, for the check of a job before it is queued. Unset: as many as the
-    # process has that checks, which may be of another class.
-    ranks: Annotated[int, Field(ge=1)] | None = None
-    # A Kubernetes Job runs each job of the class (docs/howto/kubernetes.md): no worker reads its queue of the broker.
-    in_kubernetes_jobs: bool = False
-    # Unset: all jobs of the class have the GPUs of its workers.
-    sizes: JobSizes | None = None
 
 
 class Settings(BaseSettings):
@@ -119,6 +81,9 @@ class Settings(BaseSettings):
     models_file: Path | None = None
     # Judge models and the hosts that endpoint graders may call (docs/howto/graders.md). Unset: neither.
     graders_file: Path | None = None
+    # TOML file of the GPUs of each class and their price (docs/reference/settings.md#the-hardware-file), the same for
+    # the API and all workers, read again when it has changed. Unset: neither is known.
+    hardware_file: Path | None = None
     # Folder of the environments of python graders (`regraft-server environments build`, docs/howto/graders.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
     # The documentation site that the API serves at /docs, as `make docs` builds it; without an index.html, none.
@@ -301,13 +266,6 @@ class Settings(BaseSettings):
     inference_kv_cache_gib: KvCacheGib = "auto"
     # Maximum tokens of a training micro-batch, padding included. auto: 2048; on a GPU, the number that fits.
     train_token_budget: TokenBudget = "auto"
-    # Hardware of each gpu_class, as JSON: {"h100": {"gpu_memory_gib": 78, "kv_cache_gib": 24}}. Set the same value for
-    # the API and all workers.
-    gpu_classes: dict[str, GpuClass] = Field(default_factory=dict)
-
-    # Price of a GPU-second and its currency (ISO 4217). Unset: no costs are shown and budgets cannot be in money.
-    price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """The settings for a log or a debugger: without keys, and with the passwords in URLs masked."""
@@ -404,43 +362,30 @@ class Settings(BaseSettings):
             raise ValueError("REGRAFT_SAMPLERS needs REGRAFT_SAMPLERS_KEY, the secret of these samplers")
         return self
 
+    @property
+    def hardware(self) -> Hardware:
+        """The content of the hardware file of now. Raises InvalidHardware at its first reading."""
+        return hardware_of(self.hardware_file)
+
     def inference_address(self, base_model: str) -> str:
         """The base URL of the inference server of a base model, and of the models tuned from it; empty if none."""
         return address_of(self.inference_url, base_model)
 
     def of_class(self, gpu_class: str, gpus: int | None = None) -> "Settings":
-        """These settings with the overrides that `gpu_classes` has for one class.
+        """These settings with the overrides that the hardware file has for one class.
 
         Args:
             gpus: those of each node of a job that has as many. None: those of the class.
         """
-        known = self.gpu_classes.get(gpu_class, GpuClass())
+        known = self.hardware.of(gpu_class)
         changes: dict[str, Any] = {
             name: value
             for name in ("kv_cache_gib", "train_token_budget", "sampler", "ranks")
             if (value := getattr(known, name)) is not None
         }
         if gpus is not None:
-            changes["ranks"] = gpus - self.sampling_gpus_of(gpu_class)
+            changes["ranks"] = gpus - known.sampling_gpus
         return self.model_copy(update=changes)
-
-    def sizes_of(self, gpu_class: str) -> JobSizes | None:
-        """What jobs of the class may choose. None: nothing."""
-        return self.gpu_classes.get(gpu_class, GpuClass()).sizes
-
-    def sampling_gpus_of(self, gpu_class: str) -> int:
-        """GPUs of each node that only sample, in a class whose jobs choose their GPUs; 0 in others."""
-        known = self.gpu_classes.get(gpu_class, GpuClass())
-        return 0 if known.sizes is None or known.ranks is None else known.sizes.gpus - known.ranks
-
-    def gpu_memory_gib(self, gpu_class: str) -> float | None:
-        """Memory of one GPU of that class. 0: no GPU. None: unknown."""
-        return self.gpu_classes.get(gpu_class, GpuClass()).gpu_memory_gib
-
-    @cached_property
-    def pod_classes(self) -> frozenset[str]:
-        """The GPU classes for which Kubernetes starts a pod for each job: no worker waits for one."""
-        return frozenset(name for name, known in self.gpu_classes.items() if known.in_kubernetes_jobs)
 
     @cached_property
     def database(self) -> str:

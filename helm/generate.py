@@ -20,9 +20,9 @@ CHART = ROOT / "helm/regraft"
 # Settings of core/settings.py that the chart's templates set. All others can be set in `settings`.
 OWN = {
     "compile_cache", "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region",
-    "models_file", "graders_file",
+    "models_file", "graders_file", "hardware_file",
     "inference_url", "inference_key", "inference_previous_key", "host", "port", "gpu_class", "metrics_port", "ranks",
-    "nodes", "node_rank", "rendezvous", "gpu_classes", "adapter_cache_bytes", "inference_kv_cache_gib", "first_key",
+    "nodes", "node_rank", "rendezvous", "adapter_cache_bytes", "inference_kv_cache_gib", "first_key",
     "samplers", "samplers_key", "samplers_previous_key", "sampling_gpus", "console_hosts", "claim",
     "inference_idle_seconds",  # of `up`, which the chart does not run
 }  # fmt: skip

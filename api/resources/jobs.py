@@ -33,7 +33,9 @@ router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
 def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
     """The jobs as the API shows them, with a fixed number of queries for all of them."""
-    places = fairness.places(session, some, service.settings.default_limits, service.settings.pod_classes)
+    places = fairness.places(
+        session, some, service.settings.default_limits, service.settings.hardware.pod_classes
+    )
     price = Price.of(service.settings)
     results = job_results.results(session, some)
     return [JobOut.of(job, price, places.get(job.id), results.get(job.id)) for job in some]

@@ -129,5 +129,7 @@ def list_workers(project: OperatorProject, session: ReadSession) -> Listing[Work
 def list_queues(project: OperatorProject, session: ReadSession, service: ServiceDep) -> Listing[WorkQueueOut]:
     """List the queues: of the jobs of each GPU class, of validations, and of eval runs."""
     seen = workers.listed(session)
-    found = queues.queues(session, service.settings.default_limits, seen, service.settings.pod_classes)
+    found = queues.queues(
+        session, service.settings.default_limits, seen, service.settings.hardware.pod_classes
+    )
     return Listing(data=[WorkQueueOut.of(queue) for queue in found])

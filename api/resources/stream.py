@@ -69,7 +69,7 @@ async def stream_events(
             with_progress=progress,
             key_id=caller.key.id,
             limits=service.settings.default_limits,
-            pod_classes=service.settings.pod_classes,
+            pod_classes=service.settings.hardware.pod_classes,
         )
         start = last_event_id or after
         first = await log.read(start)

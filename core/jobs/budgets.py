@@ -23,7 +23,7 @@ class Price:
 
     @classmethod
     def of(cls, settings: Settings) -> "Price":
-        return cls(settings.price_per_gpu_second, settings.currency)
+        return cls(settings.hardware.price_per_gpu_second, settings.hardware.currency)
 
     def amount(self, gpu_seconds: float) -> dict[str, Any] | None:
         """{"amount", "currency"} for this number of GPU-seconds."""
@@ -57,13 +57,13 @@ def to_row(requested: dict[str, Any], price: Price) -> dict[str, Any]:
     if price.per_gpu_second is None:
         raise InvalidRequest(
             "'budget.amount' needs a price, and this service has none; the operator can set "
-            "REGRAFT_PRICE_PER_GPU_SECOND. Use 'budget.gpu_seconds' instead.",
+            "price_per_gpu_second in the hardware file. Use 'budget.gpu_seconds' instead.",
             param="budget.amount",
         )
     if requested["currency"] != price.currency:
         raise InvalidRequest(
             f"'budget.currency' is {requested['currency']!r}, but the currency of this service is {price.currency!r} "
-            "(REGRAFT_CURRENCY).",
+            "(currency in the hardware file).",
             param="budget.currency",
         )
     gpu_seconds = requested["amount"] / price.per_gpu_second

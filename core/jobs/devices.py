@@ -38,8 +38,8 @@ def device_of(
     environ: Mapping[str, str] | None = None,
     gpu_files: Iterable[Path] = GPU_FILES,
 ) -> Device | None:
-    """The device type by `gpu_classes`, or this machine's if API and worker share a process. None: unknown."""
-    memory = settings.gpu_memory_gib(gpu_class)
+    """The device type by the hardware file, or this machine's if API and worker share a process. None: unknown."""
+    memory = settings.hardware.of(gpu_class).gpu_memory_gib
     if memory is not None:
         return "cuda" if memory > 0 else "cpu"
     return expected_device(settings, environ, gpu_files) if settings.embedded else None

@@ -50,7 +50,7 @@ def places(
     defaults: Limits = NO_LIMITS,
     pod_classes: Collection[str] = frozenset(),
 ) -> Mapping[str, QueuePosition]:
-    """The positions of the waiting jobs by id, in one query. `pod_classes`: of the settings.
+    """The positions of the waiting jobs by id, in one query. `pod_classes`: of the hardware file.
 
     Each GPU class has a queue. Jobs before validation have a separate queue, which starts with those that are being
     validated.

@@ -7,7 +7,7 @@ reconciler repeats it; a duplicate has no effect.
 import logging
 import ssl
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from celery import Celery
@@ -66,19 +66,19 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
 
 
 def unread_queues(settings: Settings) -> frozenset[str]:
-    """The queues that no worker reads, where messages would only pile up."""
-    return frozenset(map(gpu_queue, settings.pod_classes))
+    """The queues that no worker reads now, where messages would only pile up."""
+    return frozenset(map(gpu_queue, settings.hardware.pod_classes))
 
 
-def sender(app: Celery, unread: Collection[str] = ()) -> Send:
+def sender(app: Celery, unread: Callable[[], Collection[str]] = frozenset) -> Send:
     """A Send that never raises: the announced state is durable, and the reconciler repeats the wake-up.
 
     Args:
-        unread: queues to which nothing is sent.
+        unread: returns the queues to which nothing is sent.
     """
 
     def send(task: str, queue: str, about: str = "") -> bool:
-        if queue in unread:
+        if queue in unread():
             return True
         # The task takes no arguments; Flower and Celery's events show this text as its arguments.
         shown = {"argsrepr": f"({about})"} if about else {}

@@ -30,13 +30,13 @@ class Resources:
 
 def resources_of(settings: Settings, gpu_class: str, gpus: int | None, nodes: int | None) -> Resources | None:
     """Fill the choices of a job with the sizes of its class. None: its class has no choice."""
-    sizes = settings.sizes_of(gpu_class)
+    sizes = settings.hardware.of(gpu_class).sizes
     return None if sizes is None else Resources(gpus or sizes.gpus, nodes or sizes.nodes)
 
 
 def with_as_many(settings: Settings, gpu_class: str, chosen: Resources | None) -> ColumnElement[bool]:
     """Whether a job of the class has these resources, so that its speed is comparable."""
-    sizes = settings.sizes_of(gpu_class)
+    sizes = settings.hardware.of(gpu_class).sizes
     if sizes is None or chosen is None:
         return true()
     gpus, nodes = func.coalesce(Job.gpus, sizes.gpus), func.coalesce(Job.nodes, sizes.nodes)
@@ -51,14 +51,14 @@ def refuse_beyond(settings: Settings, gpu_class: str, gpus: int | None, nodes: i
     """
     if gpus is None and nodes is None:
         return
-    sizes = settings.sizes_of(gpu_class)
+    sizes = settings.hardware.of(gpu_class).sizes
     if sizes is None:
         raise InvalidRequest(
             f"Jobs of the class '{gpu_class}' have the GPUs of its workers, and cannot choose 'resources'. The "
             "operator can allow it with maxGpus and maxNodes of a pool of the dispatcher.",
             param="resources",
         )
-    least = settings.sampling_gpus_of(gpu_class) + 1
+    least = settings.hardware.of(gpu_class).sampling_gpus + 1
     if gpus is not None and not least <= gpus <= sizes.max_gpus:
         why = "" if least == 1 else f", of which {least - 1} only sample"
         raise InvalidRequest(
@@ -81,7 +81,7 @@ def refuse_small(
     Raises:
         InvalidRequest: it needs more than those of a node that sample.
     """
-    sampling = settings.sampling_gpus_of(gpu_class) or chosen.gpus
+    sampling = settings.hardware.of(gpu_class).sampling_gpus or chosen.gpus
     if name not in settings.samplers and model.tensor_parallel > sampling:
         raise InvalidRequest(
             f"'resources.gpus' is {chosen.gpus}, and an engine of '{name}' needs {model.tensor_parallel} GPUs "

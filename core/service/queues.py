@@ -97,7 +97,7 @@ def queues(
 ) -> list[Queue]:
     """The queue of each GPU class that has jobs or workers, that of validations, and that of eval runs.
 
-    `pod_classes`: of the settings.
+    `pod_classes`: of the hardware file.
     """
     alive = [seen for seen in workers if seen.status != "silent"]
     # The pod of a Job runs jobs and nothing else.

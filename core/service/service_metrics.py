@@ -20,6 +20,7 @@ from core.database.engine import Database, db_now
 from core.database.states import JOB
 from core.database.tables import Attempt, Checkpoint, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
+from core.hardware import NO_HARDWARE, Hardware
 from core.jobs import fairness
 from core.jobs.methods import OFFLINE
 from core.refreshed import Refreshed
@@ -103,8 +104,8 @@ class ServiceCollector(SlowCollector):
 
     Args:
         defaults: limits of projects without their own.
-        gpu_classes: classes with a queue, also before they have jobs.
-        pod_classes: those of the settings, for which KEDA reads a number, also before they have jobs: 0, not an error.
+        gpu_class: of jobs that name none. It and those of the hardware have a queue, also before they have jobs.
+        hardware: returns that of now. For its classes that Kubernetes Jobs run KEDA reads a number: 0, not an error.
         fleet_models: base models with a rollout fleet, for which KEDA reads a number, too.
     """
 
@@ -112,16 +113,16 @@ class ServiceCollector(SlowCollector):
         self,
         database: Database,
         defaults: Limits = NO_LIMITS,
-        gpu_classes: Collection[str] = (),
-        pod_classes: Collection[str] = (),
+        gpu_class: str | None = None,
+        hardware: Callable[[], Hardware] = lambda: NO_HARDWARE,
         fleet_models: Collection[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.database = database
         self.defaults = defaults
-        self.gpu_classes = gpu_classes
-        self.pod_classes = pod_classes
+        self.gpu_class = gpu_class
+        self.hardware = hardware
         self.fleet_models = fleet_models
 
     def _if_silent(self) -> Metric:
@@ -129,15 +130,17 @@ class ServiceCollector(SlowCollector):
 
     def _figures(self) -> Iterator[Metric]:
         figures: list[Metric] = []
+        hardware = self.hardware()
+        classes = {*hardware.gpu_classes, *([] if self.gpu_class is None else [self.gpu_class])}
         try:
             with self.database.read() as session:
                 figures = [
                     *_connections(session),
                     _jobs(session),
-                    *_queues(session, self.defaults, self.gpu_classes, self.pod_classes),
+                    *_queues(session, self.defaults, classes, hardware.pod_classes),
                     _fleet_jobs(session, self.defaults, self.fleet_models),
                     _attempts(session),
-                    _checkpoint_ages(session, self.gpu_classes),
+                    _checkpoint_ages(session, classes),
                     *_eval_runs(session, self.defaults),
                     *_webhooks(session),
                 ]

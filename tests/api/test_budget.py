@@ -24,6 +24,7 @@ from graders.spec import parse_grader
 from tests import factories
 from tests.api.conftest import MODELS, House
 from tests.api.test_jobs import JOBS, change, error, post
+from tests.hardware import hardware_file
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from worker.supervisor.validation import check_file
@@ -35,7 +36,7 @@ ESTIMATE = "/v1/regraft/estimate"
 def priced(house: House) -> TestClient:
     """A client of the same house, where a GPU-second costs a cent."""
     settings = house.app.state.service.settings.model_copy(
-        update={"price_per_gpu_second": 0.01, "currency": "EUR"}
+        update={"hardware_file": hardware_file(house.folder, price_per_gpu_second=0.01, currency="EUR")}
     )
     registry = Registry(models=MODELS)
     house.app = create_app(
@@ -151,7 +152,7 @@ def test_money_without_a_price_names_the_setting(
     answer = api.post(JOBS, json=job_request(budget={"amount": 1, "currency": "USD"}))
 
     assert error(answer) == ("budget.amount", "invalid_value")
-    assert "REGRAFT_PRICE_PER_GPU_SECOND" in answer.json()["error"]["message"]
+    assert "price_per_gpu_second in the hardware file" in answer.json()["error"]["message"]
 
 
 # Changing it.

@@ -7,12 +7,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from core.database.tables import Job
-from core.settings import GpuClass, JobSizes, Settings
+from core.hardware import GpuClass, JobSizes
+from core.settings import Settings
 from tests import factories
 from tests.api.conftest import GRADER, MODELS, House
 from tests.api.test_budget import ROW
 from tests.api.test_full import full, of, opened, refusal
 from tests.api.test_jobs import JOBS
+from tests.hardware import hardware_file
 
 JobRequest = Callable[..., dict[str, Any]]
 SIZES = JobSizes(gpus=2, max_gpus=8, max_nodes=4)
@@ -22,7 +24,8 @@ SIZES = JobSizes(gpus=2, max_gpus=8, max_nodes=4)
 def sized(house: House) -> Settings:
     """Jobs of the default class have 2 GPUs, of which 1 only samples, and may choose up to 8 on 4 nodes."""
     classes = {"cpu": GpuClass(ranks=1, sizes=SIZES)}
-    return Settings(data_dir=house.folder, gpu_classes=classes, price_per_gpu_second=0.5)
+    file = hardware_file(house.folder, classes, price_per_gpu_second=0.5)
+    return Settings(data_dir=house.folder, hardware_file=file)
 
 
 def test_a_job_has_the_gpus_and_nodes_that_it_chose_and_shows_them(
@@ -96,7 +99,8 @@ def test_all_weights_are_trained_on_one_node(
 
 
 def test_an_engine_of_the_model_needs_its_gpus(house: House, job_request: JobRequest) -> None:
-    settings = Settings(data_dir=house.folder, gpu_classes={"cpu": GpuClass(ranks=2, sizes=SIZES)})
+    file = hardware_file(house.folder, {"cpu": GpuClass(ranks=2, sizes=SIZES)})
+    settings = Settings(data_dir=house.folder, hardware_file=file)
     parallel = {"tiny": MODELS["tiny"].model_copy(update={"tensor_parallel": 4})}
     with opened(house, settings, parallel) as api:
         param, message = refusal(api, job_request(resources={"gpus": 2}))

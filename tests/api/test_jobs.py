@@ -7,13 +7,14 @@ from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
 from core.database.tables import Checkpoint, File, Job, StepMetric, TunedModel
+from core.hardware import GpuClass
 from core.jobs import events, offline_hyperparameters, queue
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints
 from graders.judge.judges import JudgeModel
 from tests.api.conftest import GRADER, House
+from tests.hardware import hardware_file
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -1249,7 +1250,8 @@ def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(
     api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
 ) -> None:
     service = house.app.state.service
-    without_gpu = service.settings.model_copy(update={"gpu_classes": {"cpu": GpuClass(gpu_memory_gib=0)}})
+    file = hardware_file(house.folder, {"cpu": GpuClass(gpu_memory_gib=0)})
+    without_gpu = service.settings.model_copy(update={"hardware_file": file})
     house.app.state.service = replace(service, settings=without_gpu)  # this machine may have a GPU
     ahead = {"hyperparameters": {"advanced": {"schedule": {"type": "off_policy", "steps": 1}}}}
 
@@ -1265,15 +1267,18 @@ def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_a
 ) -> None:
     """The API need not have the GPU: it is told what the workers' class has."""
     service = house.app.state.service
-    classes = {"cpu": GpuClass(gpu_memory_gib=78)}
+    file = hardware_file(house.folder, {"cpu": GpuClass(gpu_memory_gib=78)})
     house.app.state.service = replace(
-        service, settings=service.settings.model_copy(update={"gpu_classes": classes})
+        service, settings=service.settings.model_copy(update={"hardware_file": file})
     )
     ahead = {"hyperparameters": {"advanced": {"schedule": {"type": "off_policy", "steps": 1}}}}
 
     assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 200
 
-    classes["cpu"] = GpuClass(gpu_memory_gib=78, sampler="transformers")
+    other = hardware_file(house.folder, {"cpu": GpuClass(gpu_memory_gib=78, sampler="transformers")})
+    house.app.state.service = replace(
+        service, settings=service.settings.model_copy(update={"hardware_file": other})
+    )
     assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 400
 
 

@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, 
 
 from tests.e2e.conftest import Server, start_server, tiny_model
 from tests.e2e.test_openai_client import GRADER
+from tests.hardware import hardware_file
 from tests.hyperparameters import in_groups
 
 __all__ = ["tiny_model"]
@@ -40,12 +41,12 @@ FLAGS = [
 
 @pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
     service = start_server(
-        tmp_path_factory.mktemp("server"),
+        folder,
         tiny_model,
         REGRAFT_WEBHOOK_PRIVATE_HOSTS="127.0.0.1",
-        REGRAFT_PRICE_PER_GPU_SECOND="0.01",
-        REGRAFT_CURRENCY="EUR",
+        REGRAFT_HARDWARE_FILE=str(hardware_file(folder, price_per_gpu_second=0.01, currency="EUR")),
     )
     yield service
     service.stop()

@@ -5,7 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, Checkpoint, EvalRun, Job, Project, WebhookDelivery
+from core.hardware import GpuClass, Hardware
 from core.jobs import events, lifecycle
 from core.jobs.distillation import LogitsDistillation, OnPolicyDistillation
 from core.jobs.methods import METHODS, OFFLINE, variant
@@ -56,6 +57,12 @@ class Clock:
 def patient(database: Database, **options: Any) -> ServiceCollector:
     """However busy the machine is: whether it takes long is not what these tests are about."""
     return ServiceCollector(database, **options, patience=60)
+
+
+def in_pods(*gpu_classes: str) -> Callable[[], Hardware]:
+    """Classes whose jobs Kubernetes Jobs run."""
+    known = Hardware(gpu_classes={name: GpuClass(in_kubernetes_jobs=True) for name in gpu_classes})
+    return lambda: known
 
 
 def read(figures: SlowCollector) -> dict[tuple[str, ...], float]:
@@ -138,7 +145,9 @@ def test_the_age_of_a_checkpoint_is_that_of_the_job_that_would_repeat_most(
         runs(session, project, since=9000, checkpoint=100)
         runs(session, project, since=50, checkpoint=5000)  # paused for long, and resumed
 
-    figures = read(patient(database, gpu_classes={"cpu", "h200"}))
+    figures = read(
+        patient(database, gpu_class="cpu", hardware=lambda: Hardware(gpu_classes={"h200": GpuClass()}))
+    )
 
     assert figures["regraft_checkpoint_age_seconds", "cpu"] == pytest.approx(500, abs=10)
     assert figures["regraft_checkpoint_age_seconds", "h200"] == 0
@@ -150,7 +159,7 @@ def test_a_job_that_waits_long_asks_for_more_pods(database: Database, project: P
         waits(session, project, since=20)
         waits(session, project, since=1500)
 
-    figures = read(patient(database, pod_classes={"cpu", "h200"}))
+    figures = read(patient(database, hardware=in_pods("cpu", "h200")))
 
     assert figures["regraft_queue_length", "cpu"] == 2
     assert figures["regraft_jobs_wanted", "cpu"] == 1 + 3
@@ -166,7 +175,7 @@ def test_jobs_that_wait_for_quota_are_not_without_a_pod_and_hide_no_others(datab
         waits(session, team, since=800, gpu_class="a100")
     with database.read() as session:
         [queue] = [one for one in queues.queues(session, Limits(), [], {"a100"}) if one.kind == "jobs"]
-    figures = read(patient(database, pod_classes={"a100"}))
+    figures = read(patient(database, hardware=in_pods("a100")))
 
     assert queue.reason == "they wait for quota of Kueue"
     assert figures["regraft_queue_oldest_seconds", "a100"] == pytest.approx(900, abs=5)
@@ -176,7 +185,7 @@ def test_jobs_that_wait_for_quota_are_not_without_a_pod_and_hide_no_others(datab
         waits(session, factories.project(session), since=700, gpu_class="a100")
         outdated = no_quota.to_row(epoch - 1)
         waits(session, factories.project(session), since=50, gpu_class="h200", epoch=epoch, pod=outdated)
-    figures = read(patient(database, pod_classes={"a100", "h200"}))
+    figures = read(patient(database, hardware=in_pods("a100", "h200")))
 
     assert figures["regraft_jobs_without_pod_seconds", "a100"] == pytest.approx(700, abs=5)
     assert figures["regraft_jobs_without_pod_seconds", "h200"] == pytest.approx(50, abs=5)
@@ -192,7 +201,7 @@ def test_a_job_whose_own_pod_does_not_start_does_not_wait_for_quota(
         no_quota, own = PodNote(PodState.QUOTA, "team-a"), PodNote(state)
         waits(session, team, since=900, gpu_class="a100", epoch=1, pod=no_quota.to_row(1))
         waits(session, team, since=800, gpu_class="a100", epoch=1, pod=own.to_row(1))
-    figures = read(patient(database, pod_classes={"a100"}))
+    figures = read(patient(database, hardware=in_pods("a100")))
 
     assert figures["regraft_jobs_without_pod_seconds", "a100"] == pytest.approx(800, abs=5)
 
@@ -201,7 +210,7 @@ def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> N
     with database.write() as session:
         waits(session, project, since=20)
 
-    figures = read(patient(database, gpu_classes={"cpu", "h200"}, pod_classes={"h200"}))
+    figures = read(patient(database, gpu_class="cpu", hardware=in_pods("h200")))
 
     assert {
         gpu_class for name, *labels in figures if name == "regraft_jobs_wanted" for gpu_class in labels

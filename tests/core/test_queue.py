@@ -3,11 +3,15 @@
 import socket
 import ssl
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from core.hardware import GpuClass
 from core.jobs.queue import RUN, WakeUps, gpu_queue, open_celery, sender, unread_queues
-from core.settings import GpuClass, Settings
+from core.settings import Settings
+from tests.hardware import hardware_file
 
 
 @pytest.mark.parametrize(
@@ -48,11 +52,12 @@ def test_a_wake_up_shows_the_id_of_its_job_and_passes_no_arguments() -> None:
     assert message.payload[:2] == [[], {}]
 
 
-def test_nothing_is_sent_to_the_queue_of_a_class_that_kubernetes_jobs_run() -> None:
+def test_nothing_is_sent_to_the_queue_of_a_class_that_kubernetes_jobs_run(tmp_path: Path) -> None:
     """No worker reads it, so the messages of weeks would fill the memory of Redis."""
     classes = {"silent": GpuClass(in_kubernetes_jobs=True), "read": GpuClass()}
+    settings = Settings(hardware_file=hardware_file(tmp_path, classes))
     app = open_celery("memory://", "silent")
-    send = sender(app, unread_queues(Settings(gpu_classes=classes)))
+    send = sender(app, partial(unread_queues, settings))
     assert send(RUN, gpu_queue("silent")) and send(RUN, gpu_queue("read"))
 
     with app.connection() as connection:

@@ -8,8 +8,10 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from core.hardware import GpuClass, JobSizes
 from core.jobs import devices
 from core.settings import Settings, problems, unknown_variables
+from tests.hardware import hardware_file
 from tests.present import untyped
 from worker.cli import main
 
@@ -40,16 +42,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("S3_ENDPOINT_URL", "127.0.0.1:9000", "REGRAFT_S3_ENDPOINT_URL: String should match pattern"),
         ("KV_CACHE_GIB", "0", "REGRAFT_KV_CACHE_GIB: Input should be greater than 0, or 'auto'"),
         ("TRAIN_TOKEN_BUDGET", "some", "REGRAFT_TRAIN_TOKEN_BUDGET: Input should be a valid integer"),
-        (
-            "GPU_CLASSES",
-            '{"h100": {"gpu_memory_gib": -1}}',
-            "REGRAFT_GPU_CLASSES.h100.gpu_memory_gib: Input should be greater",
-        ),
-        (
-            "GPU_CLASSES",
-            '{"h100": {"kv_cache_gib": "much"}}',
-            "REGRAFT_GPU_CLASSES.h100.kv_cache_gib: Input should be a valid number",
-        ),
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),
         (
             "SSO_HEADER",
@@ -157,13 +149,13 @@ def test_a_base_model_of_the_inference_servers_that_does_not_exist_ends_the_comm
 
 
 def test_all_wrong_variables_are_named_at_once(environment: Callable[..., None]) -> None:
-    environment(PORT="http", CURRENCY="euros")
+    environment(PORT="http", LEASE_SECONDS="some")
 
     with pytest.raises(ValidationError) as invalid:
         Settings()
 
     assert "REGRAFT_PORT" in problems(untyped(invalid.value))
-    assert "REGRAFT_CURRENCY" in problems(untyped(invalid.value))
+    assert "REGRAFT_LEASE_SECONDS" in problems(untyped(invalid.value))
 
 
 def test_the_command_ends_with_the_reason(
@@ -270,54 +262,48 @@ def test_sizes_are_automatic_unless_they_are_numbers(environment: Callable[..., 
     assert settings.inference_kv_cache_gib == 0.5
 
 
-def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment: Callable[..., None]) -> None:
-    environment(
-        KV_CACHE_GIB="24",
-        GPU_CLASSES='{"h100": {"gpu_memory_gib": 78, "kv_cache_gib": "auto", "sampler": "transformers"}}',
-    )
-
-    settings = Settings()
+def test_what_is_set_for_a_gpu_class_holds_for_it_alone(tmp_path: Path) -> None:
+    h100 = GpuClass(gpu_memory_gib=78, kv_cache_gib="auto", sampler="transformers")
+    settings = Settings(kv_cache_gib=24, hardware_file=hardware_file(tmp_path, {"h100": h100}))
 
     there, elsewhere = settings.of_class("h100"), settings.of_class("a100")
     assert (there.kv_cache_gib, there.sampler, there.train_token_budget) == ("auto", "transformers", "auto")
     assert (elsewhere.kv_cache_gib, elsewhere.sampler) == (24.0, "registry")
-    assert (settings.gpu_memory_gib("h100"), settings.gpu_memory_gib("a100")) == (78, None)
+    assert settings.hardware.of("h100").gpu_memory_gib == 78
+    assert settings.hardware.of("a100").gpu_memory_gib is None
 
 
-def test_a_job_that_chose_its_gpus_has_other_ranks_than_its_class(environment: Callable[..., None]) -> None:
+def test_a_job_that_chose_its_gpus_has_other_ranks_than_its_class(tmp_path: Path) -> None:
     """The others sample."""
-    sizes = '{"gpus": 4, "max_gpus": 8}'
-    environment(GPU_CLASSES=f'{{"h100": {{"ranks": 3, "sizes": {sizes}}}, "a100": {{"ranks": 2}}}}')
-
-    settings = Settings()
+    classes = {"h100": GpuClass(ranks=3, sizes=JobSizes(gpus=4, max_gpus=8)), "a100": GpuClass(ranks=2)}
+    settings = Settings(hardware_file=hardware_file(tmp_path, classes))
 
     assert (settings.of_class("h100").ranks, settings.of_class("h100", gpus=8).ranks) == (3, 7)
     assert settings.of_class("a100").ranks == 2
-    assert settings.sizes_of("a100") is None
+    assert settings.hardware.of("a100").sizes is None
 
 
 @pytest.mark.parametrize(
     ("classes", "broker", "has_gpu", "device"),
     [
-        ('{"cpu": {"gpu_memory_gib": 24}}', "memory://", False, "cuda"),
-        ('{"cpu": {"gpu_memory_gib": 0}}', "memory://", True, "cpu"),
-        ("{}", "memory://", True, "cuda"),
-        ("{}", "memory://", False, "cpu"),
-        ("{}", "redis://other", True, None),
+        ({"cpu": GpuClass(gpu_memory_gib=24)}, "memory://", False, "cuda"),
+        ({"cpu": GpuClass(gpu_memory_gib=0)}, "memory://", True, "cpu"),
+        ({}, "memory://", True, "cuda"),
+        ({}, "memory://", False, "cpu"),
+        ({}, "redis://other", True, None),
     ],
 )
 def test_the_device_of_a_class_is_stated_or_that_of_an_embedded_service(
-    environment: Callable[..., None],
     tmp_path: Path,
-    classes: str,
+    classes: dict[str, GpuClass],
     broker: str,
     has_gpu: bool,
     device: str | None,
 ) -> None:
-    environment(GPU_CLASSES=classes, BROKER_URL=broker)
+    settings = Settings(broker_url=broker, hardware_file=hardware_file(tmp_path, classes))
     gpu_file = tmp_path if has_gpu else tmp_path / "none"
 
-    assert devices.device_of(Settings(), "cpu", {}, [gpu_file]) == device
+    assert devices.device_of(settings, "cpu", {}, [gpu_file]) == device
 
 
 @pytest.mark.parametrize(

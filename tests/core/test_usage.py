@@ -290,9 +290,9 @@ class TestCap:
         assert budgets.to_row(money, PAID) == {"asked": money, "gpu_seconds": 1250.0}
 
     def test_money_needs_a_price_and_its_currency(self) -> None:
-        with pytest.raises(InvalidRequest, match="REGRAFT_PRICE_PER_GPU_SECOND") as no_price:
+        with pytest.raises(InvalidRequest, match="price_per_gpu_second") as no_price:
             budgets.to_row({"amount": 1.0, "currency": "USD"}, FREE)
-        with pytest.raises(InvalidRequest, match="REGRAFT_CURRENCY") as other:
+        with pytest.raises(InvalidRequest, match="currency in the hardware file") as other:
             budgets.to_row({"amount": 1.0, "currency": "USD"}, PAID)
 
         assert (no_price.value.param, other.value.param) == ("budget.amount", "budget.currency")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.hardware import written
+
 helm = pytest.importorskip(
     "helm_python", reason="helm-python-sdk brings Helm; it has no wheel for this platform"
 )
@@ -298,6 +300,18 @@ class Pod:
 def environment(pod: Pod) -> dict[str, Any]:
     """The variables of a pod's first container; None for those that Kubernetes fills in."""
     return {variable["name"]: variable.get("value") for variable in pod.containers[0]["env"]}
+
+
+def config_of(manifests: list[Manifest], name: str) -> str:
+    """A file of the ConfigMap that the pods mount."""
+    [config] = [one for one in of_kind(manifests, "ConfigMap") if name in one["data"]]
+    text: str = config["data"][name]
+    return text
+
+
+def hardware_file_of(manifests: list[Manifest], folder: Path) -> Path:
+    """The hardware file of the pods, at another place."""
+    return written(folder, config_of(manifests, "hardware.toml"))
 
 
 def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:

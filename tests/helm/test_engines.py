@@ -19,6 +19,7 @@ from tests.helm.charts import (
     VARIATIONS,
     Manifest,
     environment,
+    hardware_file_of,
     helm,
     of_kind,
     pods,
@@ -148,12 +149,13 @@ def test_keda_reads_the_metrics_of_all_pods_and_may_connect_to_them() -> None:
 
 
 def test_a_fleet_is_scaled_by_a_series_of_the_api_that_is_there_before_the_first_job(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     manifests = render(VARIATIONS["scaled"])
     [api] = pods(manifests, "api")
-    secrets = dict.fromkeys(("REGRAFT_INFERENCE_KEY", "REGRAFT_SAMPLERS_KEY"), "key")
-    for name, value in (environment(api) | secrets).items():
+    here = dict.fromkeys(("REGRAFT_INFERENCE_KEY", "REGRAFT_SAMPLERS_KEY"), "key")
+    here["REGRAFT_HARDWARE_FILE"] = str(hardware_file_of(manifests, tmp_path))
+    for name, value in (environment(api) | here).items():
         if value is not None:
             monkeypatch.setenv(name, value)
     registry = prometheus_client.CollectorRegistry()

@@ -17,7 +17,18 @@ from core.service.service_metrics import FRESH_SECONDS
 from core.settings import Settings
 from graders.backends import Backends, Inference
 from helm.generate import OF_POOLS, OWN, settings_schema
-from tests.helm.charts import CHART, POOL, ROOT, VARIATIONS, Pod, of_kind, pods, profile, render
+from tests.helm.charts import (
+    CHART,
+    POOL,
+    ROOT,
+    VARIATIONS,
+    Pod,
+    hardware_file_of,
+    of_kind,
+    pods,
+    profile,
+    render,
+)
 from tests.present import untyped
 from worker.cli.parser import build
 from worker.cli.service import service_collectors
@@ -193,11 +204,12 @@ def test_the_readiness_of_a_job_is_the_file_that_the_worker_creates() -> None:
 
 
 def test_keda_reads_a_series_of_the_api_that_is_there_before_the_first_job(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     manifests = render(profile("production"))
     [api], scaled = pods(manifests, "api"), of_kind(manifests, "ScaledJob")
-    for name, value in environment(api).items():
+    file = str(hardware_file_of(manifests, tmp_path))
+    for name, value in (environment(api) | {"REGRAFT_HARDWARE_FILE": file}).items():
         monkeypatch.setenv(name, value)
     registry = prometheus_client.CollectorRegistry()
     registry.register(untyped(service_collectors(Settings(), sqlite_database)[0]))

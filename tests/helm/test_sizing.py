@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
+from core.hardware import Hardware
 from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry, sampler_of
-from core.settings import GpuClass, Settings
+from core.settings import Settings
 from core.units import GIB
 from tests.helm.charts import (
     CHART,
     VARIATIONS,
     Pod,
+    config_of,
     environment,
+    hardware_file_of,
     helm,
     merged,
-    of_kind,
     pods,
     profile,
     render,
@@ -50,28 +52,26 @@ GPU_OF_INFERENCE = {"NVIDIA-H100-80GB-HBM3": 78}
 
 
 def registry_of(manifests: list[dict[str, Any]]) -> Registry:
-    [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
-    return Registry.model_validate({"models": {}} | tomllib.loads(config["data"]["models.toml"]))
+    return Registry.model_validate({"models": {}} | tomllib.loads(config_of(manifests, "models.toml")))
 
 
-def settings_of(pod: Pod) -> Settings:
-    """What the service in a pod reads of its environment."""
+def settings_of(manifests: list[dict[str, Any]], pod: Pod, folder: Path) -> Settings:
+    """What the service in a pod reads of its environment and of its hardware file."""
     names = {"GPU_CLASS": "gpu_class", "SAMPLER": "sampler", "KV_CACHE_GIB": "kv_cache_gib"}
     told = environment(pod)
     given = {of: told[f"REGRAFT_{name}"] for name, of in names.items() if f"REGRAFT_{name}" in told}
-    classes = {name: GpuClass(**of) for name, of in json.loads(told["REGRAFT_GPU_CLASSES"]).items()}
-    return Settings(gpu_classes=classes, **given)
+    return Settings(hardware_file=hardware_file_of(manifests, folder), **given)
 
 
 def needs(
-    manifests: list[dict[str, Any]],
+    manifests: list[dict[str, Any]], folder: Path
 ) -> Iterator[tuple[str, sizing.Shape | None, sizing.Workload, sizing.MemoryPlan]]:
     """For each model that a profile trains: its plan for prompts and answers as long as its context."""
     [api] = pods(manifests, "api")
-    settings = settings_of(api)
+    settings = settings_of(manifests, api, folder)
     for name, entry in registry_of(manifests).models.items():
         gpu_class = entry.gpu_class or settings.gpu_class
-        memory = settings.gpu_memory_gib(gpu_class)
+        memory = settings.hardware.of(gpu_class).gpu_memory_gib
         assert memory is not None, f"the profile does not say what memory a GPU of {gpu_class} has"
         of_class = settings.of_class(gpu_class)
         shape = sizing.shape_of_config(CONFIGS[name], BYTES[entry.dtype])
@@ -88,14 +88,14 @@ def needs(
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_every_model_of_a_profile_can_be_trained_at_its_whole_context(name: str) -> None:
-    for _, shape, work, plan in needs(render(profile(name))):
+def test_every_model_of_a_profile_can_be_trained_at_its_whole_context(name: str, tmp_path: Path) -> None:
+    for _, shape, work, plan in needs(render(profile(name)), tmp_path):
         assert shape is not None
         assert plan.cache_bytes // (shape.token_cache_bytes * work.longest) >= 16
 
 
-def test_the_production_profile_has_models_to_check() -> None:
-    assert {name for name, *_ in needs(render(profile("production")))} == set(CONFIGS)
+def test_the_production_profile_has_models_to_check(tmp_path: Path) -> None:
+    assert {name for name, *_ in needs(render(profile("production")), tmp_path)} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -131,35 +131,44 @@ def test_every_model_of_a_profile_can_be_served_and_all_at_once(name: str) -> No
     ],
 )  # fmt: skip
 def test_a_profile_whose_models_do_not_fit_would_be_seen_with_numbers(
-    changes: dict[str, int], said: str
+    changes: dict[str, int], said: str, tmp_path: Path
 ) -> None:
     """The first is what the service's default was."""
     values = profile("production")
     values["workers"] = [pool | changes if pool["gpuClass"] == "h100" else pool for pool in values["workers"]]
 
     with pytest.raises(sizing.DoesNotFit, match=said):
-        list(needs(render(values)))
+        list(needs(render(values), tmp_path))
 
 
 def test_what_a_pool_says_reaches_the_api_and_every_worker() -> None:
     values = profile("production")
     values["workers"][0] |= {"kvCacheGiB": 30, "trainTokenBudget": 4096, "sampler": "vllm"}
+    values["price"] = {"perGpuSecond": 0.0006, "currency": "EUR"}
     manifests = render(values)
 
     told = [
-        environment(pod)["REGRAFT_GPU_CLASSES"]
+        environment(pod)["REGRAFT_HARDWARE_FILE"]
         for pod in pods(manifests)
         if pod.component in ("api", "worker")
     ]
 
     jobs = {"in_kubernetes_jobs": True, "ranks": 1}
-    assert len(told) == 4 and len(set(told)) == 1
-    assert json.loads(told[0]) == {
-        "h100": jobs
-        | {"gpu_memory_gib": 78, "kv_cache_gib": 30, "train_token_budget": 4096, "sampler": "vllm"},
-        "h200": jobs | {"gpu_memory_gib": 139},
-        "keeper": {"gpu_memory_gib": 0},
-    }
+    assert told == ["/etc/regraft/hardware.toml"] * 4
+    assert Hardware.model_validate(
+        tomllib.loads(config_of(manifests, "hardware.toml"))
+    ) == Hardware.model_validate(
+        {
+            "gpu_classes": {
+                "h100": jobs
+                | {"gpu_memory_gib": 78, "kv_cache_gib": 30, "train_token_budget": 4096, "sampler": "vllm"},
+                "h200": jobs | {"gpu_memory_gib": 139},
+                "keeper": {"gpu_memory_gib": 0},
+            },
+            "price_per_gpu_second": 0.0006,
+            "currency": "EUR",
+        }
+    )
 
 
 def test_a_worker_without_gpus_checks_a_job_with_those_of_its_pool(tmp_path: Path) -> None:
@@ -170,10 +179,17 @@ def test_a_worker_without_gpus_checks_a_job_with_those_of_its_pool(tmp_path: Pat
     def problem(**pool: int) -> str | None:
         values = profile("production")
         values["workers"][0] |= {"gpuMemoryGiB": 48} | pool
-        [keeper] = [pod for pod in pods(render(values), "worker") if pod.name.endswith("-keeper")]
+        manifests = render(values)
+        [keeper] = [pod for pod in pods(manifests, "worker") if pod.name.endswith("-keeper")]
         job = Hyperparameters.model_validate({"advanced": {"sampling": {"max_completion_tokens": 1024}}})
         return capacity.job_problem(
-            settings_of(keeper), "Qwen3-14B", entry, gpu_class="h100", requested=job, rows=100, valid_rows=16
+            settings_of(manifests, keeper, tmp_path),
+            "Qwen3-14B",
+            entry,
+            gpu_class="h100",
+            requested=job,
+            rows=100,
+            valid_rows=16,
         )
 
     assert "GPU class `h100` has 48.0 GiB" in present(problem())

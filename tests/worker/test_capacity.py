@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from core.hardware import GpuClass, JobSizes
 from core.jobs.hyperparameters import Hyperparameters
 from core.model_memory import ModelMemories
 from core.outages import Resource, outage
 from core.registry import BaseModelEntry, Registry
-from core.settings import GpuClass, JobSizes, Settings
+from core.settings import Settings
 from core.units import GIB
+from tests.hardware import hardware_file
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
@@ -40,8 +42,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(**of_class: Any) -> Settings:
-    return Settings(gpu_class="gpu", gpu_classes={"gpu": GpuClass(**of_class)})
+def settings(folder: Path, **of_class: Any) -> Settings:
+    return Settings(gpu_class="gpu", hardware_file=hardware_file(folder, {"gpu": GpuClass(**of_class)}))
 
 
 def entry(folder: Path, name: str = "14b", **changes: Any) -> BaseModelEntry:
@@ -57,7 +59,7 @@ def problem(of: Settings, model: BaseModelEntry, gpus: int | None = None, **adva
 
 class TestJobs:
     def test_one_that_cannot_fit_is_named_with_its_numbers_and_those_of_the_gpu(self, folder: Path) -> None:
-        said = problem(settings(gpu_memory_gib=48), entry(folder), max_completion_tokens=4096)
+        said = problem(settings(folder, gpu_memory_gib=48), entry(folder), max_completion_tokens=4096)
 
         assert said is not None
         assert said.startswith("Qwen3-14B at 4097 tokens needs ")
@@ -66,14 +68,18 @@ class TestJobs:
         assert "sampler `transformers`" in said
 
     def test_one_that_trains_all_weights_is_counted_with_them_and_those_of_vllm(self, folder: Path) -> None:
-        said = present(problem(settings(gpu_memory_gib=78), entry(folder, "4b"), train="full", kl=0.1))
-        alone = settings(gpu_memory_gib=78, sampler="transformers")
+        said = present(
+            problem(settings(folder, gpu_memory_gib=78), entry(folder, "4b"), train="full", kl=0.1)
+        )
+        alone = settings(folder, gpu_memory_gib=78, sampler="transformers")
 
         assert "weights 2 x 7.5, optimizer 59.9, reference 7.5" in said
         assert "weights 7.5, optimizer 59.9" in present(
             problem(alone, entry(folder, "4b"), train="full", kl=0.1)
         )
-        assert problem(settings(gpu_memory_gib=139), entry(folder, "4b"), train="full", kl=0.1) is None
+        assert (
+            problem(settings(folder, gpu_memory_gib=139), entry(folder, "4b"), train="full", kl=0.1) is None
+        )
 
     def test_a_model_above_8b_parameters_is_too_large_for_training_all_weights(self, folder: Path) -> None:
         assert capacity.too_large_for_full(entry(folder, "4b")) is None
@@ -81,13 +87,13 @@ class TestJobs:
         assert capacity.too_large_for_full(entry(folder, "absent")) is None
 
     def test_the_same_job_fits_on_a_larger_gpu_and_with_one_copy_of_the_weights(self, folder: Path) -> None:
-        assert problem(settings(gpu_memory_gib=78), entry(folder), max_completion_tokens=4096) is None
-        assert problem(settings(gpu_memory_gib=48, sampler="transformers"), entry(folder)) is None
+        assert problem(settings(folder, gpu_memory_gib=78), entry(folder), max_completion_tokens=4096) is None
+        assert problem(settings(folder, gpu_memory_gib=48, sampler="transformers"), entry(folder)) is None
 
     def test_one_that_fits_only_while_vllm_sleeps_is_not_refused_unless_it_samples_while_it_learns(
         self, folder: Path
     ) -> None:
-        of, model = settings(gpu_memory_gib=66), entry(folder, context=32_768)
+        of, model = settings(folder, gpu_memory_gib=66), entry(folder, context=32_768)
 
         assert problem(of, model, max_completion_tokens=16_000) is None
         for schedule in ({"overlap": True}, {"off_policy_steps": 1}):
@@ -95,33 +101,31 @@ class TestJobs:
             assert "GPU class `gpu` has 66.0 GiB" in said
 
     def test_what_is_set_for_the_class_counts(self, folder: Path) -> None:
-        of = settings(gpu_memory_gib=139, kv_cache_gib=0.5)
+        of = settings(folder, gpu_memory_gib=139, kv_cache_gib=0.5)
 
         assert "REGRAFT_KV_CACHE_GIB is 0.5" in present(
             problem(of, entry(folder), max_completion_tokens=8000)
         )
 
     def test_more_gpus_that_a_job_chose_share_the_weights(self, folder: Path) -> None:
-        of = settings(gpu_memory_gib=48, ranks=1, sizes=JobSizes(gpus=1, max_gpus=8))
+        of = settings(folder, gpu_memory_gib=48, ranks=1, sizes=JobSizes(gpus=1, max_gpus=8))
 
         assert problem(of, entry(folder), max_completion_tokens=4096) is not None
         assert problem(of, entry(folder), gpus=8, max_completion_tokens=4096) is None
 
-    def test_a_run_has_the_ranks_of_its_machine_whatever_its_class_has(self) -> None:
+    def test_a_run_has_the_ranks_of_its_machine_whatever_its_class_has(self, folder: Path) -> None:
         """The pod of a job that chose its GPUs."""
-        configured = Settings(
-            gpu_class="gpu", ranks=8, gpu_classes={"gpu": GpuClass(ranks=1, kv_cache_gib=2.0)}
-        )
+        configured = settings(folder, ranks=1, kv_cache_gib=2.0).model_copy(update={"ranks": 8})
 
         of_run = settings_of_run(configured, samples=True)
 
         assert (of_run.ranks, of_run.kv_cache_gib) == (8, 2.0)
 
     def test_nothing_is_said_of_what_is_not_known(self, folder: Path, tmp_path: Path) -> None:
-        of = settings(gpu_memory_gib=8)
+        of = settings(folder, gpu_memory_gib=8)
 
-        assert problem(settings(), entry(folder)) is None  # no memory is stated
-        assert problem(settings(gpu_memory_gib=0), entry(folder)) is None  # no GPU
+        assert problem(settings(folder), entry(folder)) is None  # no memory is stated
+        assert problem(settings(folder, gpu_memory_gib=0), entry(folder)) is None  # no GPU
         assert problem(of, BaseModelEntry(path=tmp_path / "gone")) is None
         assert problem(of, BaseModelEntry(hub="nobody/has-this-cached")) is None
 
@@ -132,14 +136,14 @@ def test_models_of_the_registry_that_do_not_fit_are_named_when_a_worker_starts(
     (folder / "models.toml").write_text(
         '[models.small]\npath = "4b"\ncontext = 8192\n[models.large]\npath = "14b"\ncontext = 8192\n'
     )
-    of = settings(gpu_memory_gib=40).model_copy(update={"models_file": folder / "models.toml"})
+    of = settings(folder, gpu_memory_gib=40).model_copy(update={"models_file": folder / "models.toml"})
 
     capacity.note(of)
 
     [said] = [record.message for record in caplog.records]
     assert said.startswith("large at 8192 tokens needs ")
     assert said.endswith("Jobs with shorter prompts and answers may fit.")
-    assert list(capacity.problems(settings(), Registry.load(folder / "models.toml"))) == []
+    assert list(capacity.problems(settings(folder), Registry.load(folder / "models.toml"))) == []
 
 
 def test_the_needs_of_the_models_are_stored_for_the_api(folder: Path) -> None:
@@ -147,7 +151,7 @@ def test_the_needs_of_the_models_are_stored_for_the_api(folder: Path) -> None:
         '[models.small]\npath = "4b"\ncontext = 8192\n[models.large]\npath = "14b"\ncontext = 8192\n'
     )
     update = {"models_file": folder / "models.toml", "data_dir": folder}
-    of = settings(gpu_memory_gib=40).model_copy(update=update)
+    of = settings(folder, gpu_memory_gib=40).model_copy(update=update)
 
     capacity.note(of)
 

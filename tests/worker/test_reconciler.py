@@ -20,11 +20,13 @@ from core.database.tables import (
     now,
 )
 from core.evals import lifecycle as eval_runs
+from core.hardware import GpuClass
 from core.jobs import lifecycle, queue
-from core.settings import GpuClass, Settings
+from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy.idempotency import RETENTION_SECONDS
 from tests import factories
+from tests.hardware import hardware_file
 from tests.present import present, untyped
 from tests.worker.conftest import Bench
 from worker.recording import results
@@ -435,7 +437,7 @@ def test_work_whose_queue_gets_no_messages_says_nothing_about_the_broker(bench: 
         other = factories.job(session, bench.project, gpu_class="pool").id
         job_id = job.id
     classes = {"pool": GpuClass(in_kubernetes_jobs=True), "cpu": GpuClass()}
-    settings = Settings(data_dir=bench.tmp_path, gpu_classes=classes)
+    settings = Settings(data_dir=bench.tmp_path, hardware_file=hardware_file(bench.tmp_path, classes))
     unread = queue.unread_queues(settings)
     reconciler = Reconciler(
         settings, bench.database, bench.blobs, lambda task, queue, about="": queue in unread

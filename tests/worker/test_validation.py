@@ -15,6 +15,7 @@ from sqlalchemy import update
 
 from core.database.engine import WakeMessage, Work
 from core.database.tables import Attempt, Checkpoint, File, Job
+from core.hardware import GpuClass
 from core.jobs import lifecycle
 from core.registry import Registry
 from core.results import export
@@ -29,6 +30,7 @@ from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.fakes import NeverGrades
 from tests.graders.servers import serving, verdict
+from tests.hardware import hardware_file
 from tests.present import present
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_memory import QWEN3_14B
@@ -607,9 +609,9 @@ def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
     (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3_14B))
     file = tmp_path / "models.toml"
     file.write_text(f'[models."{bench.job().model}"]\npath = "large"\ncontext = 8192\n')
-    classes = {"cpu": {"gpu_memory_gib": 40}}
+    hardware = hardware_file(tmp_path, {"cpu": GpuClass(gpu_memory_gib=40)})
 
-    job, wakes = validate([GOOD], models_file=file, gpu_classes=classes)
+    job, wakes = validate([GOOD], models_file=file, hardware_file=hardware)
 
     assert (job.status, job.error["code"], job.error["param"]) == ("failed", "not_enough_memory", "model")
     assert "weights 2 x 27.5" in job.error["message"]

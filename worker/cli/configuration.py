@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from core.hardware import InvalidHardware, hardware_of
 from core.inference import unknown_models
 from core.jobs.devices import GPU_FILES, expected_device
 from core.registry import InvalidRegistry, Registry
@@ -16,11 +17,16 @@ from worker.packages import missing_vllm, version_of, vllm_version
 
 
 def read_settings() -> Settings:
-    """Raise UsageError if a REGRAFT_* variable is invalid."""
+    """Raise UsageError if a REGRAFT_* variable or the hardware file is invalid."""
     try:
-        return Settings()
+        settings = Settings()
     except (ValidationError, SettingsError) as invalid:
         raise UsageError(problems(invalid)) from invalid
+    try:
+        hardware_of(settings.hardware_file)
+    except InvalidHardware as invalid:
+        raise UsageError(f"REGRAFT_HARDWARE_FILE: {invalid}") from invalid
+    return settings
 
 
 def check_packages(settings: Settings, version: Callable[[str], str | None] = version_of) -> None:

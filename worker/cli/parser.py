@@ -137,9 +137,9 @@ _EVERY_SERVER = tuple(
 )
 _API_AND_WORKER = tuple(
     """
-    database_url broker_url graders_file grader_environments inference_key integrations gpu_class gpu_classes
+    database_url broker_url graders_file hardware_file grader_environments inference_key integrations gpu_class
     default_limits sampler ranks nodes jobs_per_worker engines sampling_gpus kv_cache_gib train_token_budget
-    reconcile_seconds patience_seconds price_per_gpu_second currency webhook_private_hosts min_free_bytes otlp_endpoint
+    reconcile_seconds patience_seconds webhook_private_hosts min_free_bytes otlp_endpoint
     """.split()
 )
 _API = tuple(

@@ -140,7 +140,7 @@ def api(arguments: argparse.Namespace) -> int:
         check_store(settings)
         prepare(settings)
         _describe_python_graders(settings)
-        send = sender(open_celery(settings.broker_url, settings.gpu_class), unread_queues(settings))
+        send = sender(open_celery(settings.broker_url, settings.gpu_class), partial(unread_queues, settings))
         database, blobs = open_stores(settings)
         for collector in service_collectors(settings, database):
             add_collector(collector)
@@ -469,9 +469,12 @@ def serve_all(
 def service_collectors(settings: Settings, database: Database) -> tuple[MetricsCollector, ...]:
     """The metrics of a process with the API."""
     blobs = open_blobs_of(settings, attempts=1)  # an outage is visible at once
-    classes = {settings.gpu_class, *settings.gpu_classes}
     collector = ServiceCollector(
-        database, settings.default_limits, classes, settings.pod_classes, settings.samplers
+        database,
+        settings.default_limits,
+        settings.gpu_class,
+        lambda: settings.hardware,
+        settings.samplers,
     )
     return collector, StoreCollector(blobs)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from core.settings import JobSizes
+from core.hardware import JobSizes
 from worker.dispatch.kubernetes import KINDS, ObjectKind
 
 JOB_LABEL = "regraft.dev/job"

@@ -1,6 +1,6 @@
 """Check whether models of the registry, and jobs, fit on the GPUs of their class, from each model's config.json.
 
-For processes without a GPU and without torch: `gpu_classes` in the settings has the memory of each class. If the memory
+For processes without a GPU and without torch: the hardware file has the memory of each class. If the memory
 or the config is unknown, nothing is refused, and the run makes the same check before it loads the weights.
 """
 
@@ -61,7 +61,7 @@ def memories(settings: Settings, registry: Registry) -> Iterator[tuple[BaseModel
     """Yield what each model needs for its full context on a GPU of its class, where both are known."""
     for name, entry in registry.models.items():
         gpu_class = entry.gpu_class or settings.gpu_class
-        gpu_gib, shape = settings.gpu_memory_gib(gpu_class), shape_of(entry)
+        gpu_gib, shape = settings.hardware.of(gpu_class).gpu_memory_gib, shape_of(entry)
         if not gpu_gib or shape is None:
             continue
         half = entry.context // 2
@@ -155,7 +155,7 @@ def _planned(
         DoesNotFit: the job needs more memory.
     """
     gpu_class = gpu_class or entry.gpu_class or settings.gpu_class
-    memory = settings.gpu_memory_gib(gpu_class)
+    memory = settings.hardware.of(gpu_class).gpu_memory_gib
     if not memory:  # no GPU, or unknown
         return None
     settings = settings.of_class(gpu_class, gpus)

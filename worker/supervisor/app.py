@@ -55,7 +55,7 @@ class WorkerService:
         """`has_members`: as for the supervisor."""
         self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
         self.celery = open_celery(settings.broker_url, settings.gpu_class)
-        self.send: Send = sender(self.celery, unread_queues(settings))
+        self.send: Send = sender(self.celery, partial(unread_queues, settings))
         self.supervisor = Supervisor(settings, database, blobs, has_members=has_members)
         self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner, prepare)
         self.runs = WokenLoop("runs", self._run_jobs)

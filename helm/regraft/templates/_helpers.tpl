@@ -365,8 +365,8 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- end }}
 - name: REGRAFT_GPU_CLASS
   value: {{ .gpuClass | quote }}
-- name: REGRAFT_GPU_CLASSES
-  value: {{ include "regraft.gpuClasses" .root | quote }}
+- name: REGRAFT_HARDWARE_FILE
+  value: /etc/regraft/hardware.toml
 - name: REGRAFT_GRADERS_FILE
   value: /etc/regraft/graders.toml
 {{- with include "regraft.inferenceServers" .root | fromJson }}
@@ -377,13 +377,20 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{ include "regraft.commonEnv" (dict "Values" $v "Release" .root.Release "Chart" .root.Chart "Files" .root.Files "component" .component) }}
 {{- end -}}
 
-{{/* What the pools say of their GPUs, by gpuClass, as core/settings.py takes it. */}}
-{{- define "regraft.gpuClasses" -}}
+{{/* What the pools say of their GPUs, by gpuClass, and their price, as core/hardware.py reads it. */}}
+{{- define "regraft.hardware" -}}
 {{- $classes := dict -}}
 {{- range .Values.workers -}}
 {{- $_ := set $classes .gpuClass (include "regraft.gpuClass" . | fromJson) -}}
 {{- end -}}
-{{- toJson $classes -}}
+{{- $hardware := dict "gpu_classes" $classes -}}
+{{- with .Values.price.perGpuSecond -}}
+{{- $_ := set $hardware "price_per_gpu_second" . -}}
+{{- end -}}
+{{- with .Values.price.currency -}}
+{{- $_ := set $hardware "currency" . -}}
+{{- end -}}
+{{- toToml $hardware -}}
 {{- end -}}
 
 {{/* The most nodes that a job of a pool has. */}}
@@ -391,7 +398,7 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- max (int (.nodes | default 1)) (int (.maxNodes | default 1)) -}}
 {{- end -}}
 
-{{/* What jobs of a pool may choose, as core/settings.py takes it; empty: nothing. */}}
+{{/* What jobs of a pool may choose, as core/hardware.py reads it; empty: nothing. */}}
 {{- define "regraft.sizes" -}}
 {{- if or (hasKey . "maxGpus") (hasKey . "maxNodes") -}}
 {{- dict "gpus" (int .gpus) "nodes" (int (.nodes | default 1)) "max_gpus" (int (.maxGpus | default .gpus)) "max_nodes" (include "regraft.maxNodes" . | int) | toJson -}}
