@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from core.errors import ModelNotFound, TunedModelNotFound
+from core.hardware import SamplerChoice
 from core.registry import BaseModelEntry, Device, InvalidRegistry, Registry, SamplerName, sampler_of
-from core.settings import SamplerChoice
 
 
 @pytest.fixture

@@ -49,6 +49,16 @@ def test_the_console_is_served_under_the_name_of_the_entry(house: House, entry: 
     assert "Secure" in answer.headers["set-cookie"]
 
 
+def test_every_host_of_the_ingress_leads_to_the_api_and_to_the_console(house: House) -> None:
+    hosts = ["regraft.example.com", "regraft.internal"]
+    values = profile("production", ingress={"hosts": hosts, "tlsSecret": "tls"})
+    [ingress] = of_kind(render(values), "Ingress")
+
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == hosts
+    assert ingress["spec"]["tls"] == [{"hosts": hosts, "secretName": "tls"}]
+    assert logged_in(house, values, "regraft.internal").status_code == 200
+
+
 def test_a_route_cuts_no_request_unless_the_operator_says_so() -> None:
     """Gateways have defaults of their own, such as 15 s, and an answer may take minutes."""
     [route] = of_kind(render(VARIATIONS["gateway"]), "HTTPRoute")
@@ -74,7 +84,7 @@ def test_headers_of_other_peers_than_the_proxies_are_ignored(house: House) -> No
 
 
 def test_a_wildcard_is_no_name_of_the_console() -> None:
-    [pod] = pods(render(profile("production", ingress={"host": "*.example.com"})), "api")
+    [pod] = pods(render(profile("production", ingress={"hosts": ["*.example.com"]})), "api")
 
     assert "REGRAFT_CONSOLE_HOSTS" not in environment(pod)
 

@@ -284,7 +284,7 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         },
         "small has 1 gpus, and a sampler of Qwen3-4B uses its tensorParallel, 2",
     ),
-    "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.host: name the host"),
+    "an entry for no host": ({"ingress": {"enabled": True}}, "ingress.hosts: name the hosts"),
     "a route to no gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs: name the Gateway"),
     "an API upside down": ({"api": {"autoscaling": {"minReplicas": 9}}}, "api.autoscaling.minReplicas"),
 }  # fmt: skip

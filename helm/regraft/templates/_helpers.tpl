@@ -133,7 +133,7 @@ capabilities:
 {{- define "regraft.consoleHosts" -}}
 {{- $hosts := .Values.api.consoleHosts -}}
 {{- if .Values.ingress.enabled -}}
-{{- $hosts = append $hosts .Values.ingress.host -}}
+{{- $hosts = concat $hosts .Values.ingress.hosts -}}
 {{- end -}}
 {{- if .Values.gateway.enabled -}}
 {{- $hosts = concat $hosts .Values.gateway.hostnames -}}
@@ -1028,8 +1028,8 @@ is a fifth of the product.
 {{- end -}}
 {{- $paths = append $paths (trimSuffix "/" .mountPath) -}}
 {{- end -}}
-{{- if and $v.ingress.enabled (not $v.ingress.host) -}}
-{{- $wrong = append $wrong "ingress.host: name the host of the Ingress" -}}
+{{- if and $v.ingress.enabled (not $v.ingress.hosts) -}}
+{{- $wrong = append $wrong "ingress.hosts: name the hosts of the Ingress" -}}
 {{- end -}}
 {{- if not $v.metrics.enabled -}}
 {{- range $name := list "monitors" "rules" "dashboard" -}}
