@@ -1,4 +1,4 @@
-"""The parts of a TrainingSequence of an episode: its branches, its calls, and the piece that a division made of it."""
+"""The parts of a TrainingSequence of an episode: its branches, and the piece that a division made of it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,15 +14,6 @@ class Branch:
 
     parent: int | None  # the index of an earlier branch; None: the prompt; NEW_ROOT: nothing
     tokens: int
-
-
-@dataclass(frozen=True)
-class CallTokens:
-    """The place of one call of an episode in the tokens of a TrainingSequence."""
-
-    start: int
-    end: int
-    grammar_start: int  # as in Rollout, counted from `start`
 
 
 @dataclass(frozen=True)

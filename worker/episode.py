@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # final: an answer without a call. max_steps: it called tools, and was the last one that `max_episode_steps` allows.
-# tokens: an answer was cut at its limit. context: there is no room for the next one. discarded: a tool failed.
+# tokens: an answer was cut at its limit. context: there is no room for the next one. time: the episode's time is over.
+# discarded: a tool failed.
 StopReason = Literal["final", "max_steps", "tokens", "context", "time", "discarded"]
 
 NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"

@@ -73,17 +73,20 @@ class HeartbeatGrader:
             self._beat()
 
 
+TOOL_BEAT_S = 30.0
+
+
 class HeartbeatTools:
     """Beats while a tool works, which may take minutes."""
 
-    def __init__(self, tools: "Tools", beat: Beat, every_s: float = 30.0) -> None:
-        self._tools, self._beat, self._every_s = tools, beat, every_s
+    def __init__(self, tools: "Tools", beat: Beat) -> None:
+        self._tools, self._beat = tools, beat
 
     async def call(self, call: "ToolRequest") -> "ToolResult":
         calling = asyncio.create_task(self._tools.call(call))
         try:
             while not calling.done():
-                await asyncio.wait([calling], timeout=self._every_s)
+                await asyncio.wait([calling], timeout=TOOL_BEAT_S)
                 self._beat()
             return calling.result()
         finally:

@@ -17,7 +17,7 @@ from graders.types import Grade
 if TYPE_CHECKING:  # the processes beside a run have no torch
     from torch import Tensor
 
-    from worker.branches import AnswerPiece, Branch, CallTokens
+    from worker.branches import AnswerPiece, Branch
     from worker.episode import Episode
 
 FinishReason = Literal["stop", "length"]
@@ -80,9 +80,8 @@ class Rollout:
     # The index of the answer's first token. A response schema applies from here on, in sampling and in training.
     grammar_start: int = 0
     cut_thought: bool = False  # the thought has no end, so there is no answer
-    forced: int = (
-        0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
-    )
+    # Tokens before `grammar_start` that closed a thought at its budget: they were not sampled.
+    forced: int = 0
     teacher_T: tuple[float, ...] = ()  # log-probabilities under a teacher, in jobs that have one
     # With `off_policy_steps`: the steps that the policy had learned from when its batch was started.
     policy_step: int | None = None
@@ -137,11 +136,6 @@ class Rollout:
         if self.episode is not None:
             return tuple(use.as_row() for use in self.episode.uses)
         return () if self.parsed is None else self.parsed.tool_calls(self.text)
-
-    @property
-    def last_call(self) -> "Rollout":
-        """The call that `text` is of: of an episode the last one with tokens, else the answer itself."""
-        return _last_call(self.nodes) if self.nodes else self
 
     @property
     def is_truncated(self) -> bool:
@@ -297,15 +291,13 @@ class TrainingSequence:
     grammar_start: int = 0  # as in Rollout
     forced: int = 0  # as in Rollout: these tokens are not trained on
     learned_T: tuple[bool, ...] = ()  # which tokens are trained on; empty: all but the forced ones
-    teacher_T: tuple[
-        float, ...
-    ] = ()  # as in Rollout; their advantages follow from it, not from `advantages_T`
+    # As in Rollout. Their advantages follow from it, not from `advantages_T`.
+    teacher_T: tuple[float, ...] = ()
     # Of rows of a reward model, for each trained token: the score, the label of the step, or the margin of the pair.
     scores: tuple[float, ...] = ()
     top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
     key: "AnswerKey" = field(default=0, compare=False)  # of the Rollout
     branches: "tuple[Branch, ...]" = ()  # of an episode with branches; empty: each token sees all before it
-    calls: "tuple[CallTokens, ...]" = ()  # of an episode; empty: all tokens are one call
     piece: "AnswerPiece | None" = field(default=None, compare=False)  # None: it is whole
 
     @property
@@ -373,18 +365,16 @@ class UpdateMetrics:
     logprob_gap_max: float | None = None  # largest |difference|
     logprob_gap_k1: float | None = None  # KL(sampler || trainer), by both estimators
     logprob_gap_k3: float | None = None
-    logprob_gap_ess: float | None = (
-        None  # effective sample size of the weights pi_trainer / pi_sampler, 1 at best
-    )
+    # The effective sample size of the weights pi_trainer / pi_sampler, 1 at best.
+    logprob_gap_ess: float | None = None
     kl_weight: float | None = None  # of the penalty in this step; None: there is none
     value_loss: float | None = None  # with a value head, like the next
     explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken
     # Of the step trust region (worker/training/trust_region.py); None: the weights took no step.
     learning_rate: float | None = None  # of the last update
-    update_kl: float | None = (
-        None  # the largest KL(before || after) of an accepted update; None: not measured
-    )
+    # The largest KL(before || after) of an accepted update; None: not measured.
+    update_kl: float | None = None
     update_retries: int | None = None
     rejected_updates: int | None = None
     unmeasured_updates: int | None = None

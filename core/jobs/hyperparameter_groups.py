@@ -286,10 +286,8 @@ ScheduleGroup = Annotated[OnPolicy | OffPolicy, Field(discriminator="type")]
 WARMUP_STEPS = 3  # automatic, with a step trust region
 
 
-def warmup_steps(requested: Auto | int, step_kl: float, total_steps: int) -> int:
-    """Resolve the steps of the learning rate's warm-up."""
-    if requested != "auto":
-        return requested
+def automatic_warmup(step_kl: float, total_steps: int) -> int:
+    """Return the steps of the learning rate's warm-up, of a job that does not set them."""
     return min(WARMUP_STEPS, total_steps - 1) if step_kl else 0
 
 
@@ -364,7 +362,7 @@ class AnyOptimizer(Value):
     warmup_steps: Auto | Annotated[int, Field(ge=0)] = "auto"
     max_grad_norm: float = Field(default=1.0, gt=0)
     # The step trust region, in nats a token: an update that moves the policy by more than twice as much is undone and
-    # repeated with a lower rate, and skipped after three tries. 0: off.
+    # repeated with a lower rate, and skipped after three repetitions. 0: off.
     step_kl: float = Field(default=0.05, ge=0, le=10)
 
 

@@ -46,8 +46,8 @@ from core.jobs.hyperparameter_groups import (
     Train,
     Truncate,
     Value,
+    automatic_warmup,
     refuse_unused_lora,
-    warmup_steps,
 )
 from core.jobs.hyperparameter_places import GROUPS, PLACES, as_sent
 
@@ -302,6 +302,11 @@ class Resolved(Value):
         return self.value_weight is not None
 
     @property
+    def waits(self) -> int:
+        """The steps before the first of the policy, in which only a value head learns."""
+        return self.value_warmup_steps or 0
+
+    @property
     def reference_copies(self) -> int:
         """Copies of all weights that are kept to compare with, if all weights are trained."""
         if self.train == "lora" or not self.has_reference:
@@ -441,7 +446,7 @@ def resolve(
         "group_size": max(2, round(8 * _or(hyperparameters.compute_multiplier, 1.0))),
         "learning_rate": learning_rate,
         "value_learning_rate": learning_rate,
-        "warmup_steps": warmup_steps("auto", advanced.optimizer.step_kl, total_steps - waits),
+        "warmup_steps": automatic_warmup(advanced.optimizer.step_kl, total_steps - waits),
         "max_completion_tokens": max_completion_tokens,
         "overlong_buffer": max(1, round(0.2 * max_completion_tokens)),
         "chat_template": None,

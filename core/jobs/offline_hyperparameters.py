@@ -24,8 +24,8 @@ from core.jobs.hyperparameter_groups import (
     TemplateChoice,
     Train,
     Value,
+    automatic_warmup,
     refuse_unused_lora,
-    warmup_steps,
 )
 from core.jobs.hyperparameters import COMMON_NAMES, FULL_LEARNING_RATE
 from core.jobs.methods import LOGITS, REWARD_MODEL
@@ -321,7 +321,7 @@ def resolve(
         steps_per_epoch=steps_per_epoch,
         total_steps=n_epochs * steps_per_epoch,
         schedule=optimizer.schedule,
-        warmup_steps=warmup_steps(optimizer.warmup_steps, step_kl, n_epochs * steps_per_epoch),
+        warmup_steps=_or(optimizer.warmup_steps, automatic_warmup(step_kl, n_epochs * steps_per_epoch)),
         step_kl=step_kl,
         max_grad_norm=optimizer.max_grad_norm,
         weight_decay=optimizer.weight_decay,

@@ -20,16 +20,14 @@ from tests.present import present
 from tests.thinking import FAMILIES, make_thinking_model
 from tests.worker.test_training import asked
 from worker.clock import Clock
-from worker.model import token_constraints
 from worker.model.policy import Policy, load_base
 from worker.model.token_constraints import grammar_of
-from worker.model.tree import sequence_of
 from worker.rollout.experience import Rewards
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.transformers import TransformersSampler
 from worker.training.policy_loss import contribution_of
 from worker.training.trainer import PeftTrainer
-from worker.types import Group, Node, Prompt, Rollout, UpdateMetrics
+from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
 LETTER = {
     "type": "object",
@@ -128,19 +126,6 @@ def test_the_trainer_allows_the_tokens_that_the_sampler_allowed(
     metrics = update(policy, rollouts, prompt, sampling)
 
     assert present(metrics.logprob_gap_max) < 1e-4
-
-
-def test_each_call_of_an_episode_has_its_own_answer(policies: dict[Any, Any]) -> None:
-    policy = policies["hybrid"]
-    _, sampling, rollouts = sample(policy, schema=LETTER)
-    first, second = rollouts[:2]
-    episode = Rollout.of_nodes([Node(None, (), first), Node(0, (5, 6), second)])
-
-    def allowed(rollout: Rollout) -> torch.Tensor:
-        sequence = sequence_of(rollout, rollout.logprobs_T, 1.0)
-        return token_constraints.allowed(policy, sampling.response_schema, sequence)
-
-    assert torch.equal(allowed(episode), torch.cat([allowed(first), allowed(second)]))
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from tests.worker.test_training import asked
 from tests.worker.test_updates import MIXED, sampled
 from worker.history import History
 from worker.model.policy import Policy
+from worker.model.tree import sequence_of
 from worker.recording import alerts, divergence
 from worker.refusals import TrainingDiverged
 from worker.training import grpo, trust_region
+from worker.training.distributed import ReceiveWeights
 from worker.training.loss import KlSum, beginning, learned_tokens, spread
 from worker.training.optimizer import AdapterOptimizer
 from worker.training.top_kl import kl_from_top, top_tokens
 from worker.training.trainer import PeftTrainer
 from worker.training.trust_region import StepTaken, TrustRegion
-from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
+from worker.types import Group, Node, Pack, Prompt, Rollout, TrainingSequence
 
 # Logits of three tokens before and after an update, and the tokens that were drawn before it.
 BEFORE = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).log_softmax(-1)
@@ -70,6 +73,28 @@ class ToyState:
 
     def measure(self) -> float:
         return self.curve(self.position - self._before)
+
+
+class OneRank:
+    """Stands in for World: one rank, which counts how often the others would receive the weights."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.transfers = 0
+
+    def giving(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def give(self, orders_R: Sequence[Any]) -> None:
+        self.transfers += isinstance(orders_R[0], ReceiveWeights)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None: ...
+
+    def sum_gradients(self, parameters: Sequence[Any]) -> None: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 def step(region: TrustRegion, state: Any, divisor: float = 1.0) -> StepTaken:
@@ -147,6 +172,16 @@ class TestWhereItIsMeasured:
         assert (one.learned_T, one.trained_tokens) == (learned_T[:5], 2)
         assert (len(forced.output_ids_T), forced.forced, forced.trained_tokens) == (7, 3, 4)
         assert (len(before.output_ids_T), before.forced, before.trained_tokens) == (1, 0, 1)
+
+    def test_an_episode_of_calls_one_after_another_is_cut_and_one_with_branches_is_whole(self) -> None:
+        call = Rollout((5, 6, 7, 8), (-0.1,) * 4, "", "stop")
+        chain = sequence_of(Rollout.of_nodes([Node(None, (), call), Node(0, (1,), call)]), (0.0,) * 8, 1.0)
+        tree = sequence_of(Rollout.of_nodes([Node(None, (), call), Node(None, (), call)]), (0.0,) * 8, 1.0)
+
+        parts = [beginning(Pack((1,), (episode,)), 5) for episode in (chain, tree)]
+
+        assert [learned_tokens(part) for part in parts] == [5, 8]
+        assert [len(part.sequences[0].output_ids_T) for part in parts] == [6, 8]
 
     def test_four_prompts_in_equal_distances_and_parts_of_one_where_there_are_fewer(self) -> None:
         packs = [Pack((prompt,), ()) for prompt in range(8)]
@@ -376,6 +411,16 @@ class TestSampledAnswers:
         metrics = learn(one, sampled(policy, MIXED))
 
         assert 0 < present(metrics.update_kl) <= 0.1
+
+    def test_ranks_get_the_weights_once_for_the_gradient_and_once_for_each_update_that_is_measured(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        policy, world = make_policy(moved=True), OneRank()
+        settings = asked({"step_kl": 10.0, "updates_per_batch": 2})
+
+        learn(PeftTrainer(policy, settings, token_budget=4096, world=untyped(world)), sampled(policy, MIXED))
+
+        assert world.transfers == 4
 
     def test_a_resumed_job_takes_the_same_steps(
         self, make_policy: Callable[..., Policy], tmp_path: Path

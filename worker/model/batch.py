@@ -270,6 +270,12 @@ def answers_of(packs: Iterable[Pack]) -> list[TrainedAnswer]:
     return list(found.values())
 
 
+def by_answer(packs: Iterable[Pack], values: Tensor) -> Iterator[tuple[TrainedAnswer, Tensor]]:
+    """Return each answer of a micro-batch with its part of the values [..., M]."""
+    answers = answers_of(packs)
+    return zip(answers, torch.split(values, [answer.tokens for answer in answers], dim=-1), strict=True)
+
+
 def _numbered(packs: Iterable[Pack]) -> Iterator[tuple[Answer, int]]:
     """Each answer or piece, with the number of the answer in the micro-batch."""
     count = 0

@@ -47,7 +47,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings()
     # A model without attention (state spaces) has no heads: one of the width of its hidden states stands for its mixer.
-    heads = getattr(text, "num_attention_heads", None) or 1
+    heads = _heads(text)
     queries = query_width(text)
     widest = max((module.out_features for module in linear if module is not head), default=text.hidden_size)
     intermediate = getattr(text, "intermediate_size", None)
@@ -78,9 +78,17 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
 
 def query_width(text: Any) -> int:
     """Return the elements of a token's queries in one layer, of all heads, from the config of the text model."""
-    heads: int = getattr(text, "num_attention_heads", None) or 1
-    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return head_dim * heads
+    return head_width(text) * _heads(text)
+
+
+def head_width(text: Any) -> int:
+    """Return the elements of a head of attention, from the config of the text model."""
+    given: int | None = getattr(text, "head_dim", None)
+    return given or int(text.hidden_size // _heads(text))
+
+
+def _heads(text: Any) -> int:
+    return int(getattr(text, "num_attention_heads", None) or 1)
 
 
 def _has_head_norms(model: nn.Module) -> bool:
@@ -152,8 +160,7 @@ def state_bytes_of(config: Any) -> int:
     if not keys and not spaces and convolved:
         return 4 * convolved * int(text.hidden_size)  # a convolution alone
     # Others are linear attention: a matrix for each head.
-    heads = getattr(text, "num_attention_heads", None) or 1
-    return 4 * (max(delta, spaces) or query_width(text) ** 2 // int(heads))
+    return 4 * (max(delta, spaces) or query_width(text) ** 2 // _heads(text))
 
 
 def expects_rows(config: Any) -> bool:

@@ -163,37 +163,22 @@ def add(words: Tensor, at: int, token: int) -> None:
 
 def allowed(model: SteeredModel, response_schema: str, answer: TrainingSequence) -> Tensor:
     """Bits [trained tokens, words] of the tokens that could have stood in place of each trained token, as
-    `TokenConstraints` masks them. In an episode every call has its own answer.
+    `TokenConstraints` masks them, of an answer that is one call: jobs with tools have no response format.
 
     Raises:
         SchemaTooLarge: as the sampler did, or should have.
     """
-    ids = answer.output_ids_T
-    if not answer.calls:
-        words = _allowed(model, response_schema, ids, answer.grammar_start)
-    else:
-        words = every_token(len(ids), model.vocabulary.size)
-        for call in answer.calls:
-            own = ids[call.start : call.end]
-            if own:
-                words[call.start : call.end] = _allowed(model, response_schema, own, call.grammar_start)
-    return words[torch.tensor(answer.is_trained_T)]
-
-
-def _allowed(model: SteeredModel, response_schema: str, ids: Sequence[int], start: int) -> Tensor:
-    """Bits [T, words] of the tokens of one call, whose answer begins at `start`."""
-    reasoning = model.reasoning
+    ids, start, reasoning = answer.output_ids_T, answer.grammar_start, model.reasoning
     words = every_token(len(ids), model.vocabulary.size)
     if start < len(ids):
         words[start:] = model.vocabulary.allowed(response_schema, ids[start:])
-    if reasoning is None or reasoning.form.opened or reasoning.form.off:
-        return words
-    if start:
-        words[:1] = model.vocabulary.first(response_schema)
-        for at, token in enumerate(reasoning.start_ids[1:start], start=1):
-            only(words, at, token)
-    add(words, 0, reasoning.start_ids[0])
-    return words
+    if reasoning is not None and not (reasoning.form.opened or reasoning.form.off):
+        if start:
+            words[:1] = model.vocabulary.first(response_schema)
+            for at, token in enumerate(reasoning.start_ids[1:start], start=1):
+                only(words, at, token)
+        add(words, 0, reasoning.start_ids[0])
+    return words[torch.tensor(answer.is_trained_T)]
 
 
 def rollout_of(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
-from worker.branches import AnswerPiece, Branch, CallTokens
+from worker.branches import AnswerPiece, Branch
 from worker.types import NEW_ROOT, Node, Rollout, TrainingSequence, input_tokens
 
 Value = TypeVar("Value")
@@ -44,14 +44,12 @@ def sequence_of(
     ids: list[int] = []
     is_output: list[bool] = []
     learned: list[bool] = []
-    calls: list[CallTokens] = []
     for node in rollout.nodes:
         answer, context = node.answer, len(node.context_ids)
         output = len(answer.output_ids_T)
         ids += (*node.context_ids, *answer.output_ids_T)
         is_output += (*(False,) * context, *(True,) * output)
         learned += (*(False,) * context, *((True,) * output if learns_forced else answer.is_sampled_T))
-        calls.append(CallTokens(len(ids) - output, len(ids), answer.grammar_start))
 
     return TrainingSequence(
         tuple(ids),
@@ -62,7 +60,6 @@ def sequence_of(
         teacher_T=_spread(rollout.teacher_T, is_output) if rollout.teacher_T else (),
         key=id(rollout),
         branches=_branches(rollout.nodes),
-        calls=tuple(calls),
     )
 
 
@@ -96,9 +93,8 @@ class PlacedBranch:
     inputs: range  # its tokens in the sequence, without the last of a path, which predicts nothing
     sees_prompt: bool
     position: int  # of the first token, counted from the end of the prompt if it sees the prompt
-    before: (
-        int | None
-    )  # the input of the sequence that precedes it on its path; None: none, or the prompt's last
+    # The input of the sequence that precedes it on its path; None: none, or the prompt's last.
+    before: int | None
     # Segments are numbered depth first, so that those of a subtree follow one another, without the prompt last.
     number: int
     until: int  # the number after those of its subtree, which see it
@@ -273,5 +269,4 @@ def _selected(
         advantages_T=selected(sequence.advantages_T),
         teacher_T=selected(sequence.teacher_T),
         branches=() if _is_chain(branches) else branches,
-        calls=(),
     )

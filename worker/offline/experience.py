@@ -17,11 +17,11 @@ from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence
 from worker.recording.metrics import usage_by_model
 from worker.training.offline import OfflineMetrics, OfflineTrainer
+from worker.training.trust_region import STEP_METRICS
 from worker.types import Pack, Rollback, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.
 INTERVALS = 20
-STEP_METRICS = ("learning_rate", "update_kl", "update_retries", "rejected_updates", "unmeasured_updates")
 
 
 @dataclass

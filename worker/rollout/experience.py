@@ -467,11 +467,10 @@ class Rewards:
     def _parsed(self, prompt: Prompt, rollout: Rollout) -> Rollout:
         if self.call_reader is None or rollout.episode is not None:
             return rollout
-        read = self.call_reader.parsed(rollout.last_call, prompt.item)
-        return replace(rollout, parsed=read.parsed) if rollout.nodes else read
+        return self.call_reader.parsed(rollout, prompt.item)
 
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
-        if rollout.episode is not None and rollout.episode.stop == "discarded":
+        if rollout.episode is not None and rollout.is_discarded:
             return Grade(None, f"the episode was discarded: {rollout.episode.problem}", ErrorKind.other_error)
         async with self._slots:
             sample = Sample.from_text(

@@ -122,7 +122,7 @@ class PolicyScores:
                 left = rewards_N.tolist()
                 for [one] in (pack.sequences for pack in part):
                     number = numbers[id(one)]
-                    own, left = left[: sum(one.learned_T)], left[sum(one.learned_T) :]
+                    own, left = left[: one.trained_tokens], left[one.trained_tokens :]
                     scores_N[number] = model.scores(own, answers_N[number][1])
                 self.beat()
         return scores_N

@@ -249,9 +249,9 @@ def _of_rows(rows: Sequence[Pack], echoes: Sequence[Echo]) -> tuple[float, ...]:
 
 def top_tokens(top_T: Sequence[Mapping[int, float]], answer: TrainingSequence, top_k: int) -> TopTokens:
     """The likeliest tokens at the learned ones of an answer, from those at all of its tokens."""
-    learned_T = answer.learned_T or (True,) * len(answer.output_ids_T)
     best = [
-        sorted(top.items(), key=lambda one: (-one[1], one[0]))[:top_k] for top in compress(top_T, learned_T)
+        sorted(top.items(), key=lambda one: (-one[1], one[0]))[:top_k]
+        for top in compress(top_T, answer.is_trained_T)
     ]
     return TopTokens(
         torch.tensor([[token for token, _ in tops] for tops in best], dtype=torch.int64),

@@ -223,13 +223,17 @@ class TransformersTurns:
     def _begin(self) -> None:
         """Begin a wave of those that fit beside the others."""
         most = self._sampler.max_tokens_in_flight
-        used = sum(map(self._tokens, self._waves.values()))
+        used = sum(
+            self._tokens(len(wave), max(len(one.prompt.ids) for one in wave)) for wave in self._waves.values()
+        )
         self._waiting = deque(one for one in self._waiting if not one.rollout.cancelled())
         begun: list[WantedTurn] = []
+        longest = 0
         for wanted in self._waiting:
             if begun and self._sampler.policy.route.decode == "alone":
                 break
-            if used + self._tokens([*begun, wanted]) > most and (begun or self._waves):
+            longest = max(longest, len(wanted.prompt.ids))
+            if used + self._tokens(len(begun) + 1, longest) > most and (begun or self._waves):
                 break
             begun.append(wanted)
         if begun:
@@ -239,10 +243,9 @@ class TransformersTurns:
             for _ in begun:  # not before: an error leaves no turn out
                 self._waiting.popleft()
 
-    def _tokens(self, wave: Sequence[WantedTurn]) -> int:
-        """The tokens in the cache of a wave, whose rows are all as long as its longest."""
-        longest = max(len(one.prompt.ids) for one in wave) + self._sampling.max_completion_tokens
-        return len(wave) * (longest + self._sampler.row_tokens)
+    def _tokens(self, rows: int, longest: int) -> int:
+        """The tokens in the cache of a wave, whose rows are all as long as the one with its longest prompt."""
+        return rows * (longest + self._sampling.max_completion_tokens + self._sampler.row_tokens)
 
     def _step(self, wave: Iterator[list[tuple[int, Rollout]]]) -> None:
         wanted = self._waves[wave]

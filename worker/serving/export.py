@@ -63,8 +63,8 @@ def export_to(
             return ""
         entry = registry.get(base_model)
         with scratch_folder(folder.absolute().parent) as scratch:
-            _download(_without_weights(home), blobs, checkpoint.id, scratch)
             if format != "merged":
+                _download(_without_weights(home), blobs, checkpoint.id, scratch)
                 refuse_unmapped(entry, settings.model_cache, scratch, with_tokenizer=format == "gguf")
             _download(home, blobs, checkpoint.id, scratch)
             with writing_to(folder, OUTPUT):

@@ -11,6 +11,7 @@ import torch
 from gguf.constants import MODEL_ARCH
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from worker.model.memory import head_width
 from worker.refusals import UnsupportedModel
 
 Rows = npt.NDArray[np.float32]
@@ -134,12 +135,6 @@ class Architecture:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
         writer.add_rope_dimension_count(width)
         writer.add_vocab_size(config.vocab_size)
-
-
-def head_width(config: Any) -> int:
-    """The number of values of a head of attention."""
-    given: int | None = getattr(config, "head_dim", None)
-    return given or config.hidden_size // config.num_attention_heads
 
 
 def _family_of(config: Any) -> Family:

@@ -91,9 +91,8 @@ def pre_tokenizer_of(description: Mapping[str, Any]) -> str:
     if model["type"] != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, as SentencePiece has" if model["type"] == "BPE" else model["type"]
         raise _unsupported(f"it is a {kind}, and only byte-level BPE is tested")
-    if (
-        normalizer != "NFC"
-    ):  # of text in NFC, as most is, llama.cpp gives the same tokens without a normalizer
+    # Of text in NFC, as most is, llama.cpp gives the same tokens without a normalizer.
+    if normalizer != "NFC":
         raise _unsupported(f"its normalizer is {normalizer}")
     _refuse_options(description)
     steps = _steps(description.get("pre_tokenizer") or {"type": "none"})

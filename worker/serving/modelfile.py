@@ -5,13 +5,13 @@ each message, and rendering a few chats shows these texts. A template that does 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from core.chat_templates import CLOCK
+from core.chat_templates import reads_clock
 from worker.refusals import first_line
 from worker.serving.gguf_vocabulary import chat_template_of
 
@@ -161,7 +161,7 @@ def _with_spaces(texts: FixedTexts, render: Render) -> FixedTexts:
         texts.render([one | {"content": one["content"].strip()} for one in chat]) == render(chat, True, None)
         for chat in chats
     ):
-        return FixedTexts(**(vars(texts) | {"trims": True}))
+        return replace(texts, trims=True)
     raise NotWritten("the chat template changes the text of messages")
 
 
@@ -179,7 +179,7 @@ def renderer(tokenizer: PreTrainedTokenizerBase) -> Render:
     template = chat_template_of(tokenizer)
     if template is None:
         raise NotWritten("the model has no chat template")
-    if CLOCK in template:
+    if reads_clock(template):
         raise NotWritten("the chat template writes the present time")
     begin = tokenizer.bos_token if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else None
 

@@ -259,7 +259,8 @@ def _refuse_tools(
     """Raise UserMistake for tools that the model cannot have, or whose schemas cannot be applied to calls, and for a
     grader of calls that no row can have.
     """
-    for param, many in (("training_file", rows), ("validation_file", valid_rows)):
+    files = (("training_file", rows), ("validation_file", valid_rows))
+    for param, many in files:
         line = next((row.line for row in many if row.tools), None)
         if line is not None and (problem := _tools_problem(settings, job)) is not None:
             raise UserMistake("invalid_value", f"Line {line} has tools, and {problem}", param)
@@ -267,12 +268,12 @@ def _refuse_tools(
             raise UserMistake(
                 "invalid_value", f"Line {line} of the {param} has tools: {NO_FORMAT}", FORMAT_PARAM
             )
-    of_rows = ([(row.line, row.tools) for row in many] for many in (rows, valid_rows))
+    of_rows = ([(row.line, row.tools) for row in many] for _, many in files)
     if (mismatch := tools_mismatch(job.body, *of_rows)) is not None:
         param, problem = mismatch
         raise UserMistake("invalid_value", problem, param)
     if names_of(job.body):
-        _refuse_schemas((("training_file", rows), ("validation_file", valid_rows)))
+        _refuse_schemas(files)
     if spec is None:
         return
     if not names_of(job.body) and (read := reads_sample(spec, GRADER_PARAM, EPISODE_FIELDS)) is not None:

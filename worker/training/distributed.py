@@ -131,10 +131,14 @@ class DistributedGradient:
         return [result for results in self._give(orders) for result in results]
 
     def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
-        self._share_weights()
         order = Compute(LocalGradient.of_kept, (compute, *arguments))
-        results = [result for results in self._give([order] * self.world.size) for result in results]
-        self._has_weights = False  # the caller may update them, or undo that, before the next call
+        return [result for results in self._give([order] * self.world.size) for result in results]
+
+    def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        self._has_weights = False
+        self._share_weights()
+        results = self.of_kept(compute, *arguments)
+        self._has_weights = False  # the caller may undo the update
         return results
 
     def free(self) -> int:

@@ -88,6 +88,10 @@ class Gradient(Protocol):
         """As `of_packs`, of all micro-batches that the step has kept."""
         ...
 
+    def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        """As `of_kept`, under weights that the caller has updated since the last call, and may restore."""
+        ...
+
     def end(self) -> None:
         """Discard the step's packs."""
         ...
@@ -151,6 +155,9 @@ class LoweringGradient:
 
     def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self._repeated(lambda: self.inner.of_kept(compute, *arguments))
+
+    def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        return self._repeated(lambda: self.inner.of_updated(compute, *arguments))
 
     def end(self) -> None:
         self._inner.end()
@@ -321,6 +328,9 @@ class LocalGradient:
     @torch.no_grad()
     def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self._result(lambda: [compute(self.loss, self._batches, *arguments)])
+
+    def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        return self.of_kept(compute, *arguments)
 
     def end(self) -> None:
         self._added = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from worker.model.batch import Tensors, TrainedAnswer, answers_of, tensors_of
+from worker.model.batch import Tensors, TrainedAnswer, answers_of, by_answer, tensors_of
 from worker.model.json_schema import forbidden
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
@@ -40,9 +40,8 @@ class GradientSums:
     # Of given answers (worker/training/row_loss.py).
     sequences: int = 0
     pairs: int = 0
-    correct: float = (
-        0.0  # tokens that the model thinks likeliest, or pairs whose preferred answer has more reward
-    )
+    # Tokens that the model thinks likeliest, or pairs whose preferred answer has more reward.
+    correct: float = 0.0
     chosen: float = 0.0  # reward of the preferred answers
     rejected: float = 0.0
     answers: int = 0  # of the loss kto
@@ -147,7 +146,7 @@ def beginning(pack: Pack, tokens: int) -> Pack:
 
 
 def _beginning_of(answer: TrainingSequence, tokens: int) -> TrainingSequence:
-    if answer.trained_tokens <= tokens or answer.calls:  # an episode is measured as a whole
+    if answer.trained_tokens <= tokens or answer.branches:  # a branched episode is measured as a whole
         return answer
     end = list(accumulate(map(int, answer.is_trained_T))).index(tokens) + 1
     return replace(
@@ -222,13 +221,11 @@ class KeptValues:
     def of(cls, batches: Iterable[Batch]) -> Self:
         found: dict[str, dict[int, _TokenValues]] = {name: {} for name in KEPT}
         for batch in batches:
-            answers = answers_of(batch.packs)
-            sizes = [answer.tokens for answer in answers]
             for name in KEPT:
                 value_M = getattr(batch, name)
                 if value_M is None:
                     continue
-                for answer, part in zip(answers, torch.split(value_M, sizes), strict=True):
+                for answer, part in by_answer(batch.packs, value_M):
                     whole = answer.undivided
                     unknown = _TokenValues.unknown(whole.trained_tokens, part)
                     found[name].setdefault(id(whole), unknown).add(answer, part)
@@ -238,9 +235,9 @@ class KeptValues:
         """Set the values of batches, all of whose tokens have them."""
         for batch in batches:
             answers = answers_of(batch.packs)
-            for name, by_answer in self._by_answer.items():
+            for name, values_of in self._by_answer.items():
                 known = [
-                    by_answer[id(one.undivided)].of(one) for one in answers if id(one.undivided) in by_answer
+                    values_of[id(one.undivided)].of(one) for one in answers if id(one.undivided) in values_of
                 ]
                 values = [value for value in known if value is not None]
                 if len(values) == len(answers):

@@ -17,7 +17,7 @@ from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.training.distributed import gradient_of
 from worker.training.gradient import StepMemory
-from worker.training.loss import GradientSums, KlSum
+from worker.training.loss import GradientSums
 from worker.training.losses import row_loss_of
 from worker.training.optimizer import AdapterOptimizer, optimizer_of
 from worker.training.reward import RewardLoss
@@ -110,9 +110,7 @@ class OfflineTrainer:
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.add(self.prepared(packs))
-        if self.trust.target:
-            self.gradient.of_kept(RowLoss.before_step)
-        taken = self.trust.step(self.trained, totals.counted, self.steps_taken, self._update_kl)
+        taken = self.trust.measured_step(self.gradient, self.trained, totals.counted, self.steps_taken)
         self.gradient.end()
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
@@ -122,9 +120,6 @@ class OfflineTrainer:
         """Add the gradient of the summed loss of these rows."""
         self.gradient.add(packs, self.loss.step_values(self.gradient, packs))
         return self.gradient.collect()
-
-    def _update_kl(self) -> float | None:
-        return KlSum.mean(self.gradient.of_kept(RowLoss.update_kl))
 
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""

@@ -161,11 +161,10 @@ def optimizer_of(
         "warmup_steps": settings.warmup_steps,
     }
     if isinstance(settings, Resolved):
-        waits = settings.value_warmup_steps or 0  # steps before the first of the policy
         arguments |= {
             "betas": BETAS,
             "schedule": settings.learning_rate_schedule,
-            "total_steps": settings.total_steps - waits,
+            "total_steps": settings.total_steps - settings.waits,
         }
     else:
         arguments |= {

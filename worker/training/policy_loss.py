@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from core.jobs.hyperparameters import Resolved
 from worker.model import token_constraints
-from worker.model.batch import Tensors, answers_of, tensors_of
+from worker.model.batch import Tensors, answers_of, by_answer, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_and_entropy, predicting
 from worker.model.tree import sequence_of
@@ -307,7 +307,7 @@ class PolicyLoss(Loss):
 
     def remember(self, batch: Batch) -> None:
         """Keep the log-probabilities under the policy that sampled, and under the reference."""
-        tensors = self._tensors(batch)
+        tensors = self.laid_out(batch)
         batch.ref_logp = self._reference_logprobs(tensors) if self.settings.kl > 0 else None
         batch.old_logp, _, batch.old_value = self.forward(tensors)
 
@@ -325,7 +325,7 @@ class PolicyLoss(Loss):
         return moments
 
     def _reward_tokens(self, batch: Batch, kl: float) -> StepMoments:
-        settings, tensors = self.settings, self._tensors(batch)
+        settings, tensors = self.settings, self.laid_out(batch)
         assert batch.old_logp is not None, "the micro-batches are remembered"
         kl_M = torch.zeros_like(batch.old_logp)
         if batch.ref_logp is not None:
@@ -349,7 +349,7 @@ class PolicyLoss(Loss):
 
     def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
         settings = self.settings
-        tensors = self._tensors(batch)
+        tensors = self.laid_out(batch)
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(tensors)
         logp_M, entropy_M, value_M = self.forward(tensors, batch)
@@ -416,9 +416,7 @@ class PolicyLoss(Loss):
             if batch.is_filler or batch.old_logp is None or batch.used_advantage is None:
                 continue  # a mini-batch after a gradient that was not finite
             values = torch.stack([batch.old_logp.cpu(), batch.used_advantage.cpu() / std])
-            answers = answers_of(batch.packs)
-            parts = torch.split(values, [answer.tokens for answer in answers], dim=1)
-            for answer, part in zip(answers, parts, strict=True):
+            for answer, part in by_answer(batch.packs, values):
                 unknown = torch.full((2, answer.undivided.trained_tokens), math.nan)
                 found.setdefault(answer.undivided.key, unknown)[:, answer.index] = part
         return {key: TokenValues(*values.numpy()) for key, values in found.items()}
@@ -435,7 +433,7 @@ class PolicyLoss(Loss):
         if not batches or (self.reference is None and not self.policy.has_base):
             return None
         batch = Batch(_first_whole(batches[0].packs), is_filler=batches[0].is_filler)
-        ref_logp = self._reference_logprobs(self._tensors(batch))
+        ref_logp = self._reference_logprobs(self.laid_out(batch))
         KeptValues.of(batches[:1]).restore([batch])
         assert batch.old_logp is not None
         return grpo.kl_k3(batch.old_logp, ref_logp).mean().item()
@@ -444,7 +442,7 @@ class PolicyLoss(Loss):
         """Compare a micro-batch of the step with the sampler, under the current adapter. None: there is none."""
         if not batches:
             return None
-        tensors = self._tensors(batches[0])
+        tensors = self.laid_out(batches[0])
         gap_M = (self.logprobs(tensors).double() - tensors.sampled_logp_M.double()).abs()
         return SamplerGap(gap_M.mean().item(), gap_M.max().item(), len(gap_M))
 
@@ -459,9 +457,6 @@ class PolicyLoss(Loss):
         return self.settings.temperature
 
     def laid_out(self, batch: Batch) -> Tensors:
-        return self._tensors(batch)
-
-    def _tensors(self, batch: Batch) -> Tensors:
         # A filler need not be an answer that the schema allows.
         return tensors_of(batch.packs, self.policy.device) if batch.is_filler else self.tensors(batch.packs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graders.types import TokenUsage
-from worker.model.batch import answers_of, micro_batches, tensors_of
+from worker.model.batch import by_answer, micro_batches, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs
 from worker.model.tree import read_sequence
@@ -78,10 +78,8 @@ class PolicyTeacher:
             for part in micro_batches(
                 packs, self.token_budget, policy.device, rows=rows, cost=row_cost(policy)
             ):
-                flat_M = logprobs(policy, tensors_of(part, policy.device), temperature).tolist()
-                at = 0
-                for answer in answers_of(part):
-                    found[id(answer.undivided)] = tuple(flat_M[at : at + answer.tokens])
-                    at += answer.tokens
+                logp_M = logprobs(policy, tensors_of(part, policy.device), temperature).cpu()
+                for answer, logp_T in by_answer(part, logp_M):
+                    found[id(answer.undivided)] = tuple(logp_T.tolist())
                 self.beat()
         return [[found.get(id(sequence), ()) for sequence in sequences_G] for sequences_G in sequences_PG]

@@ -36,9 +36,8 @@ def kl_from_top(logprobs: Tensor, ids: Tensor, before: Tensor) -> Tensor:
     Thomas, Elements of Information Theory, section 2.8).
     """
     others = 1 - before.exp().sum(-1, keepdim=True)
-    others = torch.where(
-        others > ROUNDING, others, 0.0
-    )  # of float32: no token is left where all others are forbidden
+    # The rest is rounding of float32 where all other tokens are forbidden.
+    others = torch.where(others > ROUNDING, others, 0.0)
     return kl(torch.cat([before, others.log()], -1), with_others_as_one(logprobs, ids))
 
 

@@ -17,7 +17,7 @@ from worker.sampling.weights import same
 from worker.training import grpo
 from worker.training.distributed import gradient_of
 from worker.training.gradient import StepMemory, keep_memory
-from worker.training.loss import GradientSums, KlSum, StepValues
+from worker.training.loss import GradientSums, StepValues
 from worker.training.optimizer import BETAS, AdapterOptimizer, ValueOptimizer, optimizer_of
 from worker.training.policy_loss import (
     GroupContribution,
@@ -70,7 +70,7 @@ class PeftTrainer:
         self.loss = PolicyLoss(policy, settings, response_schema=response_schema)
         self.gradient = gradient_of(self.loss, token_budget, world, release, memory)
         self.trust = TrustRegion(settings.step_kl)
-        self.waits = settings.value_warmup_steps or 0  # steps before the first of the policy
+        self.waits = settings.waits
         self.trained = trained_of(self.loss, optimizer_of(policy, settings, world), world)
         self.value_optimizer: ValueOptimizer | None = None
         if self.loss.value_head is not None:
@@ -226,12 +226,8 @@ class PeftTrainer:
         return taken
 
     def _policy_step(self, divisor: float, part: int) -> StepTaken:
-        if self.trust.target:
-            self.gradient.of_kept(PolicyLoss.before_step, part)
-        return self.trust.step(self.trained, divisor, self.steps_taken - self.waits, self._update_kl)
-
-    def _update_kl(self) -> float | None:
-        return KlSum.mean(self.gradient.of_kept(PolicyLoss.update_kl))
+        steps_taken = self.steps_taken - self.waits
+        return self.trust.measured_step(self.gradient, self.trained, divisor, steps_taken, part)
 
     def _reward_tokens(self, parts: Sequence[Sequence[GroupContribution]]) -> StepMoments:
         """Compute the advantages of all tokens of the step, then the gradient of the first mini-batch."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from worker.training.gradient import Gradient
+from worker.training.loss import KlSum, Loss
 from worker.training.trainable_weights import TrainedState
 
 TOLERANCE = 2.0  # an update is accepted up to this multiple of the target
@@ -70,6 +72,16 @@ class TrustRegion:
         trained.clear()
         return update
 
+    def measured_step(
+        self, gradient: Gradient, trained: TrainedState, divisor: float, steps_taken: int, part: int = 0
+    ) -> StepTaken:
+        """Take a step along the collected gradient of a mini-batch, and measure it on the packs that it has kept."""
+        if self.target:
+            gradient.of_kept(Loss.before_step, part)
+        return self.step(
+            trained, divisor, steps_taken, lambda: KlSum.mean(gradient.of_updated(Loss.update_kl))
+        )
+
     def _tried(
         self, trained: TrainedState, norm: float, steps_taken: int, measure: Callable[[], float | None]
     ) -> StepTaken:
@@ -104,3 +116,6 @@ def step_metrics(updates: Sequence[StepTaken]) -> dict[str, Any]:
         "rejected_updates": sum(one.is_rejected for one in steps),
         "unmeasured_updates": sum(one.is_unmeasured for one in steps),
     }
+
+
+STEP_METRICS = tuple(step_metrics([StepTaken(0.0, 0.0)]))
