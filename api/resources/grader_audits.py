@@ -242,7 +242,7 @@ def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tu
         },
         training_sha256=training.sha256,
         version=stored_graders.version_of(spec),
-        behavior_sha256=grader_audits.behavior_of(spec),
+        behavior_sha256=stored_graders.behavior_of(spec),
         # The most there can be: the audit counts them once it has made them.
         progress=asdict(AuditProgress(of=len(rows) * len(KINDS))),
     )

@@ -27,6 +27,7 @@ from core.results.grader_audit_report import enough_rows, is_enough, worst_kind
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
+from core.stored_graders import behavior_of
 from graders.build import reward_model_parts
 from graders.spec import dump
 
@@ -35,7 +36,6 @@ from graders.spec import dump
 class Accepted:
     """The validated parts of a job request, without its files."""
 
-    audit: GraderAudit | None  # that the request asks for
     base_model: str  # aliases are resolved
     parent: Parent | None  # the tuned model that the job trains further
     model: BaseModelEntry
@@ -92,7 +92,7 @@ def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit
     spec = dump(body.reinforcement("An audit").grader)
     with service.database.read() as session:
         training = files.get_dataset(session, project.id, body.training_file, param="training_file")
-        audit = grader_audits.newest(session, project.id, grader_audits.behavior_of(spec), training.sha256)
+        audit = grader_audits.newest(session, project.id, behavior_of(spec), training.sha256)
     if audit is None or audit.report is None:
         raise InvalidRequest(
             "This grader has no completed audit on this training_file: create one with POST "
@@ -143,7 +143,6 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     refuse_absurd_learning_rate(body.method)
     model = usable_model(body, base_model, service)
     return Accepted(
-        audit=audit_of(body, project, service),
         base_model=base_model,
         parent=parent,
         model=model,

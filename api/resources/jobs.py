@@ -17,10 +17,10 @@ from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, Listing, clamped, ends
 from api.resources import validation_split
 from api.resources.job_body import TAKES_JOB, BudgetChange, JobCreate
-from api.resources.job_checks import Accepted, accept, preview_of, refuse_unusable
+from api.resources.job_checks import Accepted, accept, audit_of, preview_of, refuse_unusable
 from api.resources.job_shapes import CheckpointOut, EventOut, JobOut
 from core.database.engine import Work
-from core.database.tables import Job, Preview, Project
+from core.database.tables import GraderAudit, Job, Preview, Project
 from core.jobs import events, fairness, integrations, lifecycle
 from core.jobs.budgets import Price
 from core.results import grader_audits, job_results, previews, tuned_models
@@ -45,14 +45,20 @@ async def create_job(
 ) -> JobOut | JSONResponse:
     """Create a fine-tuning job."""
     await refuse_unusable(body, service, project)
+    audit = await to_thread.run_sync(audit_of, body, project, service)
     if body.validation_split is None:
-        return await to_thread.run_sync(_created, body, project, service, once)
-    made = partial(_created_with_split, body, body.validation_split, project, service, once)
+        return await to_thread.run_sync(_created, body, project, service, once, audit)
+    made = partial(_created_with_split, body, body.validation_split, project, service, once, audit)
     return await service.admission.file_reads.in_thread(project.id, made, service.file_readers)
 
 
 def _created_with_split(
-    body: JobCreate, share: float, project: Project, service: Service, once: Once
+    body: JobCreate,
+    share: float,
+    project: Project,
+    service: Service,
+    once: Once,
+    audit: GraderAudit | None,
 ) -> JobOut | JSONResponse:
     accept(body, service, project)  # before anything is stored
     method = body.method
@@ -60,7 +66,7 @@ def _created_with_split(
         service, project, body.training_file, share, method.type, learns_from_file=method.learns_from_file
     )
     with Uncommitted(service.blobs, *parts.keys()) as uncommitted:
-        return _created(body, project, service, once, parts, uncommitted)
+        return _created(body, project, service, once, audit, parts, uncommitted)
 
 
 def _created(
@@ -68,6 +74,7 @@ def _created(
     project: Project,
     service: Service,
     once: Once,
+    audit: GraderAudit | None,
     parts: validation_split.SplitFiles | None = None,
     uncommitted: Uncommitted | None = None,
 ) -> JobOut | JSONResponse:
@@ -75,7 +82,7 @@ def _created(
     preview = preview_of(body, accepted.model, project, service)
 
     def create(work: Work) -> JobOut:
-        job = added(work, body, accepted, project, service, parts, preview)
+        job = added(work, body, accepted, project, service, parts, preview, audit)
         made = render(work.session, service, job)[0]
         if parts is not None and uncommitted is not None:
             uncommitted.keep(*parts.keys(job.training_file, job.validation_file))
@@ -92,6 +99,7 @@ def added(
     service: Service,
     parts: validation_split.SplitFiles | None = None,
     preview: Preview | None = None,
+    audit: GraderAudit | None = None,
 ) -> Job:
     """Create the job in a transaction. The body passed `refuse_unusable`, and `accept` made the rest of it.
 
@@ -126,8 +134,8 @@ def added(
     if preview is not None:
         job.preview = previews.summary(preview)
         events.append(work.session, job.id, previews.sentence(job.preview))
-    if accepted.audit is not None:
-        events.append(work.session, job.id, grader_audits.sentence(accepted.audit))
+    if audit is not None:
+        events.append(work.session, job.id, grader_audits.sentence(audit))
     if parts is not None:
         events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
     limits = tenants.limits(project, service.settings.default_limits)
