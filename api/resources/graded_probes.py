@@ -11,15 +11,12 @@ from api.resources.graders import TIMEOUT_S
 from core.errors import InvalidRequest
 from core.results import evals, grader_audit_report
 from core.results.grader_audit_report import GraderAuditReport, ProbeGrade
-from core.storage.datasets import Example
 from graders.build import calls_servers, judge_parts
 from graders.exploits.corpus import AuditedRow, GraderProbe, probes
 from graders.exploits.repeats import repeated
-from graders.exploits.right_answers import right_answer
 from graders.judge.usage import TokenLedger
 from graders.run import grade_all
 from graders.spec import GraderSpec, dump
-from graders.template import Template
 from graders.types import ErrorKind, Grade, Item, Sample
 from graders.types import Grader as RunningGrader
 
@@ -34,19 +31,14 @@ class AuditInputs:
     """The rows of an audit, and how it grades."""
 
     spec: GraderSpec
-    rows: Sequence[Example]
+    rows: Sequence[AuditedRow]
     of_rows: int
-    answer: Template | None = None
     seed: int = 0
     repeats: int = 0  # of the answers that judges grade several times; 0: none
     max_tokens: int | None = None  # of judges
 
     def probes(self) -> list[GraderProbe]:
-        rows = [
-            AuditedRow(row.line, row.item, right_answer(self.spec, row.item, self.answer))
-            for row in self.rows
-        ]
-        return list(probes(rows, self.seed))
+        return list(probes(self.rows, self.seed))
 
     def repeated_probes(self, probes_N: Sequence[GraderProbe]) -> list[GraderProbe]:
         """The probes that judges grade several times."""
@@ -87,7 +79,7 @@ async def audit(
     if not pairs:
         raise InvalidRequest(f"No answer was graded: {BUDGET_USED}.", param="budget", code="budget_exceeded")
     return grader_audit_report.report(
-        [_probe_grade(*pair) for pair in pairs],
+        [probe_grade(*pair) for pair in pairs],
         pass_threshold=evals.pass_threshold(dump(inputs.spec)),
         of_rows=inputs.of_rows,
         repeated=[[one.score for one in scores] for scores in zip(*repeats, strict=True)],
@@ -134,7 +126,8 @@ class _WithinBudget:
         return await self.grader.grade(sample, item)
 
 
-def _probe_grade(probe: GraderProbe, grade: Grade) -> ProbeGrade:
+def probe_grade(probe: GraderProbe, grade: Grade) -> ProbeGrade:
+    """The grade of a probe as the report reads it."""
     return ProbeGrade(
         kind=probe.kind,
         expect=probe.expect,

@@ -1024,7 +1024,7 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
             later = ended(web, again.json())
 
     assert slow["code"] == "preview_too_slow"
-    assert error(meanwhile, 503)["message"] == "Other previews are still running; try again."
+    assert error(meanwhile, 503)["message"] == "Other previews or audits are still running; try again."
     assert later["report"]["grading"]["failed"] == 0
 
 
