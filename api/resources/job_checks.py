@@ -44,6 +44,24 @@ class Accepted:
     integrations: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class EarlierRuns:
+    """The preview of the same request, and the audit that the request is refused without."""
+
+    preview: Preview | None = None
+    audit: GraderAudit | None = None
+
+
+def earlier_runs(body: JobCreate, model: BaseModelEntry, project: Project, service: Service) -> EarlierRuns:
+    """Find the runs that a job shows in its events.
+
+    Raises:
+        InvalidRequest: the named preview has another request, or the audit does not allow the job.
+    """
+    audit = audit_of(body, project, service)
+    return EarlierRuns(preview_of(body, model, project, service), audit)
+
+
 def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service: Service) -> Preview | None:
     """The preview that the request names, else the newest completed one of the same request.
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from core.jobs.verdict import counted
-from core.results.preview_report import Grading, spread
+from core.results.preview_report import SHOWN_CHARACTERS, Grading, grading
 from core.rewards import all_equal, equal
 from core.statistics import ShareEstimate, interval, pearson, spearman
 
@@ -42,7 +42,7 @@ REDUNDANT = 0.95
 # Of two grades of one answer: a judge that decides otherwise more often is noise.
 FLIPS = 0.1
 GAIN = 0.05  # of the mean reward, which a run should be able to show
-WORST, SHOWN_CHARACTERS, REASONS = 10, 500, 3
+WORST = 10
 NAMED, NAME_CHARACTERS = 3, 40
 ROWS_OF_A_GATE = 20
 RIGHT, EMPTY, OTHER, ONE_FIELD = "right", "empty", "other_reference", "one_field_wrong"
@@ -249,16 +249,8 @@ def report(
         sensitivity=sensitivity(grades),
         noise=noise(repeated, pass_threshold, reward_range(lines)),
         parts=parts(grades),
-        grading=Grading(
-            seconds=spread([one.seconds for one in grades]),
-            tokens=tokens,
-            failed=sum(one.score is None for one in grades),
-            reasons=[
-                reason[:SHOWN_CHARACTERS]
-                for reason, _ in Counter(one.reason for one in grades if one.score is None).most_common(
-                    REASONS
-                )
-            ],
+        grading=grading(
+            [one.reason for one in grades if one.score is None], [one.seconds for one in grades], tokens
         ),
         coverage=coverage(grades, of_rows, is_complete=is_complete),
     )
