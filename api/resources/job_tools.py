@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from api.http.masks import refuse_masks
 from core.chat import ToolName
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs.params import TOOLS_PARAM
 from core.jobs.tools import MAX_STEPS
-from core.masking import masked_path
 from core.storage.message_rows import MAX_TOOLS
 from core.strict import StrictModel
 from graders.endpoint import Endpoints, checked_headers, checked_url, url_problem
@@ -68,7 +68,6 @@ def refuse_unusable_tools(tools: Sequence[JobTool], endpoints: Endpoints | None)
     """Raise InvalidRequest for a tool whose server this installation does not call, or with the mask of a secret."""
     for number, tool in enumerate(tools):
         param = f"{TOOLS_PARAM}[{number}]"
-        if (masked := masked_path(tool.to_row(), param)) is not None:
-            raise InvalidRequest(f"'{masked}' has the mask of a secret: send its value.", param=masked)
+        refuse_masks(tool.to_row(), param)
         if problem := url_problem(tool.server_url, endpoints, "Tools"):
             raise InvalidRequest(problem, param=f"{param}.server_url")
