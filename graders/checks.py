@@ -34,7 +34,7 @@ def check_patterns(spec: GraderSpec, param: str = "grader") -> None:
 
 
 def item_schema_problem(schema: Mapping[str, Any]) -> str:
-    """What is wrong with a JSON schema, as the end of a sentence about it; "" if nothing is.
+    """Return a predicate that says why a JSON schema cannot be used; "" if it can.
 
     Raises:
         HazardFailed: The hazard pool failed.

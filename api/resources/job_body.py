@@ -328,12 +328,12 @@ class JobCreate(Body):
     @field_validator("preview", "audit")
     @classmethod
     def _is_for_reinforcement(
-        cls, asked: str | AuditGate | None, info: ValidationInfo
+        cls, value: str | AuditGate | None, info: ValidationInfo
     ) -> str | AuditGate | None:
         method = info.data.get("method")
-        if asked is not None and method is not None and method.reinforcement is None:
+        if value is not None and method is not None and method.reinforcement is None:
             raise ValueError("only reinforcement jobs can have it")
-        return asked
+        return value
 
     def reinforcement(self, what: str) -> Reinforcement:
         """method.reinforcement, for a request that is about `what` of it.

@@ -37,11 +37,7 @@ class HttpToolSpec(StrictModel):
         return self.model_dump(mode="json", exclude_none=True)
 
 
-# Further kinds have a `type`, as in OpenAI's Responses API; Azure's has none.
-JobTool = HttpToolSpec
-
-
-def _distinct(tools: list[JobTool]) -> list[JobTool]:
+def _distinct(tools: list[HttpToolSpec]) -> list[HttpToolSpec]:
     names = [tool.name for tool in tools]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -58,13 +54,13 @@ def _none_for_empty(value: Any) -> Any:
 
 
 JobTools = Annotated[
-    Annotated[list[JobTool], Field(max_length=MAX_TOOLS), AfterValidator(_distinct)] | None,
+    Annotated[list[HttpToolSpec], Field(max_length=MAX_TOOLS), AfterValidator(_distinct)] | None,
     BeforeValidator(_none_for_empty),
 ]
 EpisodeSteps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="Calls of the policy in an episode.")]
 
 
-def refuse_unusable_tools(tools: Sequence[JobTool], endpoints: Endpoints | None) -> None:
+def refuse_unusable_tools(tools: Sequence[HttpToolSpec], endpoints: Endpoints | None) -> None:
     """Raise InvalidRequest for a tool whose server this installation does not call, or with the mask of a secret."""
     for number, tool in enumerate(tools):
         param = f"{TOOLS_PARAM}[{number}]"

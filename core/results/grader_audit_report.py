@@ -387,7 +387,7 @@ def sensitivity(grades: Sequence[ProbeGrade]) -> Sensitivity:
 
 
 def noise(
-    repeated: Sequence[Sequence[float | None]], threshold: float, reward_range: float = 1.0
+    repeated: Sequence[Sequence[float | None]], threshold: float, full_reward: float = 1.0
 ) -> JudgeNoise | None:
     """The noise of grading one answer again; answers with fewer than two scores do not count.
 
@@ -395,7 +395,7 @@ def noise(
     has the standard error sd * sqrt(2 / n) from this noise alone, and hides a gain below 1.96 of these.
 
     Args:
-        reward_range: of right above empty answers. Without one, a gain is that of scores from 0 to 1.
+        full_reward: of right above empty answers. Without one, a gain is that of scores from 0 to 1.
     """
     graded = [[score for score in scores if score is not None] for scores in repeated]
     graded = [scores for scores in graded if len(scores) > 1]
@@ -408,7 +408,7 @@ def noise(
         repeats=max(map(len, graded)),
         standard_deviation=deviation,
         flip_rate=statistics.fmean(_flips(scores, threshold) for scores in graded),
-        rows_hiding_gain=math.ceil(2 * (1.96 * deviation / (GAIN * (reward_range or 1.0))) ** 2),
+        rows_hiding_gain=math.ceil(2 * (1.96 * deviation / (GAIN * (full_reward or 1.0))) ** 2),
     )
 
 

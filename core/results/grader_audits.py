@@ -79,12 +79,9 @@ def summary(audit: GraderAudit) -> dict[str, Any]:
     """The results that a version of a stored grader shows."""
     report = audit.report
     assert report is not None, "only completed audits have a summary"
-    return {"id": audit.id, "created_at": audit.created_at, **summary_of_report(report)}
-
-
-def summary_of_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The main numbers of a report."""
     return {
+        "id": audit.id,
+        "created_at": audit.created_at,
         "verdict": report["verdict"],
         "sentence": report["sentence"],
         "false_positives": report["false_positives"],
