@@ -16,7 +16,7 @@ from schemas import ROOT
 PACKAGE = ROOT / "sdk"
 HEAD = '"""Written by .ci/sync_client.py from {module}; do not edit."""\n\n'
 RULES = {
-    r"await asyncio\.to_thread\(([\w.]+), ": r"\1(",
+    r"await asyncio\.to_thread\(\s*([\w.]+), ": r"\1(",
     r'"?AsyncPaginator\[\w+, (\w+(?:\[\w+\])?)\]"?': r"\1",
     r"Callable\[\[(\w*)\], Awaitable\[(\w+)\]\]": r"Callable[[\1], \2]",
     r"AsyncGenerator\[(\w+), None\]": r"Generator[\1, None, None]",
@@ -48,9 +48,11 @@ def sync_module(path: Path) -> str:
     lines = source.splitlines()
     texts = [sync("\n".join(lines[node.lineno - 1 : node.end_lineno])) for node in classes]
     shared = f"from {module} import {', '.join(sorted(defined(tree) - {node.name for node in classes}))}\n"
-    return formatted(
+    code = formatted(
         "\n\n".join([HEAD.format(module=module) + shared + "".join(imports(tree)), *texts]), path
     )
+    assert "asyncio" not in code, f"RULES do not cover all of {module}"
+    return code
 
 
 def sync(code: str) -> str:

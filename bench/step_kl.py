@@ -107,28 +107,25 @@ def tiny(seed: int, requested: Mapping[str, Any]) -> dict[str, Any]:
 def figures(runs: Mapping[float, Mapping[int, Measured]]) -> dict[str, float]:
     found: dict[str, float] = {}
     without = list(runs[0.0].values()) if 0.0 in runs else []
-    healthy = [run.area for run in without if run.is_healthy]
     if without:
-        found |= {"seeds_off": len(without), "healthy_seeds_off": len(healthy)}
+        found |= {"seeds_off": len(without), "healthy_seeds_off": sum(run.is_healthy for run in without)}
     for target, by_seed in runs.items():
         if target:
             with_it = list(by_seed.values())
             name = "" if target == STEP_KL else f"_{target:g}"
-            found |= {f"{key}{name}": value for key, value in compared(with_it, without, healthy).items()}
+            found |= {f"{key}{name}": value for key, value in compared(with_it, without).items()}
     return found
 
 
-def compared(
-    with_it: Sequence[Measured], without: Sequence[Measured], healthy: Sequence[float]
-) -> dict[str, float]:
-    """The figures of one target. `healthy`: the areas of the healthy seeds without it."""
+def compared(with_it: Sequence[Measured], without: Sequence[Measured]) -> dict[str, float]:
+    """The figures of one target."""
     found: dict[str, float] = {
         "seeds": len(with_it),
         "healthy_seeds": sum(run.is_healthy for run in with_it),
         "area": statistics.fmean(run.area for run in with_it),
         "retries": sum(run.retries for run in with_it),
     }
-    if healthy:
+    if healthy := [run.area for run in without if run.is_healthy]:
         found["area_difference"] = found["area"] - statistics.fmean(healthy)
     if without:
         found["wall_ratio"] = _ratio(

@@ -1,12 +1,13 @@
 """Statistics of rewards. scipy is imported on use: it takes 0.1 s, and the API imports this module at startup."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import TypedDict
 
-from core.rewards import equal
+from core.rewards import all_equal, equal
 
 
 class ShareEstimate(TypedDict):
@@ -92,18 +93,10 @@ def average_ranks(values_N: Sequence[float]) -> list[float]:
 
 
 def pearson(first_N: Sequence[float], second_N: Sequence[float]) -> float | None:
-    """Pearson's correlation; None if one of the two does not vary."""
-    number = len(first_N)
-    if number < 2:
+    """Pearson's correlation; None if one of the two varies by rounding at most."""
+    if all_equal(first_N) or all_equal(second_N):
         return None
-    mean, other_mean = math.fsum(first_N) / number, math.fsum(second_N) / number
-    deviations = [(a - mean, b - other_mean) for a, b in zip(first_N, second_N, strict=True)]
-    variance, other_variance = (
-        math.fsum(a * a for a, _ in deviations),
-        math.fsum(b * b for _, b in deviations),
-    )
-    scale = math.sqrt(variance * other_variance)
-    return None if scale == 0 else max(-1.0, min(1.0, math.fsum(a * b for a, b in deviations) / scale))
+    return statistics.correlation(first_N, second_N)
 
 
 def spearman(first_N: Sequence[float], second_N: Sequence[float]) -> float | None:

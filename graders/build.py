@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as Folder
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from graders.builtin.format_check import Pattern, ThinkAnswer
 from graders.builtin.math_answer import MathAnswer
@@ -55,6 +55,8 @@ from graders.template import (
     unknown_choice,
 )
 from graders.types import Grader, Item, Sample
+
+Part = TypeVar("Part", bound=GraderSpec)
 
 
 class NotConfigured(InvalidGrader):
@@ -151,39 +153,34 @@ def _python(spec: PythonSpec, environments: Folder | None, owner: str, param: st
     return PythonGrader(spec.name, spec.source, environment=environment, owner=owner)
 
 
+def _parts_of_type(spec: GraderSpec, param: str, *types: type[Part]) -> Iterator[tuple[str, Part]]:
+    """Yield the graders of these types in the spec, itself among them, each with its path."""
+    if isinstance(spec, types):
+        yield param, spec
+    for key, sub in parts_of(spec).items():
+        yield from _parts_of_type(sub, f"{param}.graders.{key}", *types)
+
+
 def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str, PythonSpec]]:
     """Yield the python graders of the spec, each with its path."""
-    match spec:
-        case PythonSpec():
-            yield param, spec
-        case MultiSpec() | SelectSpec():
-            for key, sub in parts_of(spec).items():
-                yield from python_parts(sub, f"{param}.graders.{key}")
+    return _parts_of_type(spec, param, PythonSpec)
 
 
 def reward_model_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str, RewardModelSpec]]:
     """Yield the reward models of the spec, each with its path."""
-    if isinstance(spec, RewardModelSpec):
-        yield param, spec
-    for key, sub in parts_of(spec).items():
-        yield from reward_model_parts(sub, f"{param}.graders.{key}")
+    return _parts_of_type(spec, param, RewardModelSpec)
 
 
 def judge_parts(
     spec: GraderSpec, param: str = "grader"
 ) -> Iterator[tuple[str, ScoreModelSpec | LabelModelSpec]]:
     """Yield the parts of the spec that prompt a judge model, each with its path."""
-    if isinstance(spec, ScoreModelSpec | LabelModelSpec):
-        yield param, spec
-    for key, sub in parts_of(spec).items():
-        yield from judge_parts(sub, f"{param}.graders.{key}")
+    return _parts_of_type(spec, param, ScoreModelSpec, LabelModelSpec)
 
 
 def calls_servers(spec: GraderSpec) -> bool:
     """Return whether a part asks a judge or an endpoint, whose grades take time and often cost money."""
-    return isinstance(spec, ScoreModelSpec | LabelModelSpec | EndpointSpec) or any(
-        calls_servers(part) for part in parts_of(spec).values()
-    )
+    return any(_parts_of_type(spec, "", ScoreModelSpec, LabelModelSpec, EndpointSpec))
 
 
 def environments_of(spec: GraderSpec) -> list[str]:
@@ -198,9 +195,7 @@ def item_paths(spec: GraderSpec) -> list[Path]:
 
 def reads_more(spec: GraderSpec) -> bool:
     """Return whether a part may read fields that `item_paths` does not list: a python grader or an endpoint."""
-    if isinstance(spec, PythonSpec | EndpointSpec):
-        return True
-    return any(reads_more(part) for part in parts_of(spec).values())
+    return any(_parts_of_type(spec, "", PythonSpec, EndpointSpec))
 
 
 def for_row(spec: GraderSpec, row: Item) -> SimpleSpec | MultiSpec | None:

@@ -33,8 +33,8 @@ def check_patterns(spec: GraderSpec, param: str = "grader") -> None:
             raise InvalidGrader(mistake.message, mistake.param, mistake.code)
 
 
-def schema_problem(schema: Mapping[str, Any]) -> str:
-    """The reason why this is not a JSON schema; "" if it is one.
+def item_schema_problem(schema: Mapping[str, Any]) -> str:
+    """Return a predicate that says why a JSON schema cannot be used; "" if it can.
 
     Raises:
         HazardFailed: The hazard pool failed.
@@ -42,8 +42,8 @@ def schema_problem(schema: Mapping[str, Any]) -> str:
     try:
         problem: str = shared().submit(table.ITEM_SCHEMA, json.dumps(schema)).result()
     except LimitExceeded as exceeded:
-        return f"it is too expensive: {exceeded}"
-    return problem
+        return f"is too expensive to check: {exceeded}"
+    return problem and f"is not a JSON schema: {problem}"
 
 
 def has_patterns(spec: GraderSpec) -> bool:

@@ -130,7 +130,7 @@ class Negative:
 class Chain:
     """Operators of the same precedence, applied left to right, such as a - b + c; or a single power.
 
-    The node is flat, so a sum of 1,000 terms is no deeper than a sum of two.
+    The expression is flat, so a sum of 1,000 terms is no deeper than a sum of two.
     """
 
     first: Expression
@@ -226,11 +226,11 @@ class _Parser:
             raise FormulaError(f"nested more than {MAX_DEPTH} deep", self.next.position)
         if sign := self.take("+", "-"):
             operand = self.signed()
-            node = Negative(operand) if sign.text == "-" else operand
+            expression = Negative(operand) if sign.text == "-" else operand
         else:
-            node = self.power()
+            expression = self.power()
         self.depth -= 1
-        return node
+        return expression
 
     def power(self) -> Expression:
         base = self.atom()

@@ -231,6 +231,21 @@ class Grader(Protocol):
     async def grade(self, sample: Sample, item: Item) -> Grade: ...
 
 
+@dataclass(frozen=True)
+class GraderWrapper:
+    """Base of graders that limit another one, and have its name."""
+
+    grader: Grader
+
+    @property
+    def name(self) -> str:
+        return self.grader.name
+
+    @property
+    def type(self) -> str:
+        return self.grader.type
+
+
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)

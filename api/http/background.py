@@ -10,8 +10,8 @@ from anyio import to_thread
 
 from api.http.admission import AdmittedRequest
 from api.http.deps import Service
-from core.database.tables import BackgroundRun
-from core.errors import InvalidRequest, ServiceError
+from core.database.tables import BackgroundRun, Project
+from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.results import background
 from core.retry import RetryPolicy
 
@@ -41,6 +41,18 @@ class Slot:
             self._place.leave()
         else:
             self._grading.add_done_callback(lambda ended: self._place.leave())
+
+
+async def enter(service: Service, project: Project) -> Slot:
+    """Take a place for a run of this project.
+
+    Raises:
+        NotReady: this process has as many runs as it takes, of the project or of all.
+    """
+    try:
+        return Slot(await service.admission.previews.enter(project.id))
+    except TooManyAtOnce:
+        raise NotReady("Other previews or audits are still running; try again.", retry_after=10) from None
 
 
 async def begin(

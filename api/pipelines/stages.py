@@ -185,12 +185,12 @@ class Advance:
         body = parsed_job(of_pipeline(spec, pipeline.id, stage["name"]), stage["name"])
         await job_checks.refuse_unusable(body, service, project)
         accepted = await to_thread.run_sync(job_checks.accept, body, service, project)
-        preview = await to_thread.run_sync(job_checks.preview_of, body, accepted.model, project, service)
+        earlier = await to_thread.run_sync(job_checks.earlier_runs, body, accepted.model, project, service)
         parts = None if body.validation_split is None else await self._split(body, body.validation_split)
         uncommitted = Uncommitted(service.blobs, *(() if parts is None else parts.keys()))
 
         def create(work: Work, row: Pipeline) -> None:
-            job = jobs.added(work, body, accepted, project, service, parts, preview)
+            job = jobs.added(work, body, accepted, project, service, earlier, parts)
             lifecycle.started(row, stage["name"], job_id=job.id)
             if parts is not None:
                 uncommitted.keep(*parts.keys(job.training_file, job.validation_file))

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ from core.storage.datasets import InvalidDataset, LineError, Problems
 from core.storage.store import BlobNotFound
 from core.tool_parsers import PARSED, tools_problem
 from graders.build import item_paths, missing_item_paths, unusable_references
+from graders.checks import item_schema_problem
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
 from graders.prompts import PromptTemplate, parse_input_messages, sample_problem
@@ -78,9 +78,8 @@ async def refuse_eval(
 
 
 def _refuse_schema(schema: dict[str, Any]) -> None:
-    why = _result(shared().submit(table.ITEM_SCHEMA, json.dumps(schema)), SCHEMA)
-    if why:
-        raise _invalid(SCHEMA, f"it is not a JSON schema: {why}.")
+    if problem := _result(partial(item_schema_problem, schema), SCHEMA):
+        raise _invalid(SCHEMA, f"it {problem}.")
 
 
 def excludes(schema: Any, path: Path) -> bool:
@@ -292,7 +291,7 @@ def _check_batch(
     violations = [""] * len(batch)
     if schema is not None:
         call = shared().submit(table.ITEMS, json.dumps(schema), json.dumps([row.item for row in batch]))
-        violations = _result(call, SCHEMA)
+        violations = _result(call.result, SCHEMA)
     keys = frozenset(schema.get("properties", ()) if schema is not None else ())
     for row, violation in zip(batch, violations, strict=True):
         if row.is_flat and (violation or keys.isdisjoint(row.item)):
@@ -333,9 +332,10 @@ def _reads_sample(criteria: Sequence[GraderSpec]) -> str | None:
     return next((spec.name for spec in criteria if _SAMPLE.search(spec.model_dump_json())), None)
 
 
-def _result(call: "Future[Any]", param: str) -> Any:
+def _result(check: Callable[[], Any], param: str) -> Any:
+    """The result of a check in the hazard pool, whose failures become refusals."""
     try:
-        return call.result()
+        return check()
     except LimitExceeded as exceeded:
         raise _invalid(param, f"it is too expensive to apply: {exceeded}.") from exceeded
     except HazardFailed as broken:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from api.http.deps import Service
@@ -11,17 +11,13 @@ from api.resources.graders import TIMEOUT_S
 from core.errors import InvalidRequest
 from core.results import evals, grader_audit_report
 from core.results.grader_audit_report import GraderAuditReport, ProbeGrade
-from core.storage.datasets import Example
 from graders.build import calls_servers, judge_parts
 from graders.exploits.corpus import AuditedRow, GraderProbe, probes
 from graders.exploits.repeats import repeated
-from graders.exploits.right_answers import right_answer
 from graders.judge.usage import TokenLedger
 from graders.run import grade_all
 from graders.spec import GraderSpec, dump
-from graders.template import Template
-from graders.types import ErrorKind, Grade, Item, Sample
-from graders.types import Grader as RunningGrader
+from graders.types import ErrorKind, Grade, GraderWrapper, Item, Sample
 
 AT_ONCE, AT_ONCE_OF_SERVERS = 64, 8
 REPEATED_ROWS = 10  # whose right and wrong answers judges grade several times
@@ -34,19 +30,14 @@ class AuditInputs:
     """The rows of an audit, and how it grades."""
 
     spec: GraderSpec
-    rows: Sequence[Example]
+    rows: Sequence[AuditedRow]
     of_rows: int
-    answer: Template | None = None
     seed: int = 0
     repeats: int = 0  # of the answers that judges grade several times; 0: none
     max_tokens: int | None = None  # of judges
 
     def probes(self) -> list[GraderProbe]:
-        rows = [
-            AuditedRow(row.line, row.item, right_answer(self.spec, row.item, self.answer))
-            for row in self.rows
-        ]
-        return list(probes(rows, self.seed))
+        return list(probes(self.rows, self.seed))
 
     def repeated_probes(self, probes_N: Sequence[GraderProbe]) -> list[GraderProbe]:
         """The probes that judges grade several times."""
@@ -83,14 +74,16 @@ async def audit(
             for number in range(inputs.repeats if repeated_N else 0)
         ]
         tokens = ledger.total
-    pairs = [(probe, one) for probe, one in zip(probes_N, grades, strict=True) if one.reason != BUDGET_USED]
+    pairs = [(probe, one) for probe, one in zip(probes_N, grades, strict=True) if one is not None]
     if not pairs:
         raise InvalidRequest(f"No answer was graded: {BUDGET_USED}.", param="budget", code="budget_exceeded")
     return grader_audit_report.report(
-        [_probe_grade(*pair) for pair in pairs],
+        [probe_grade(*pair) for pair in pairs],
         pass_threshold=evals.pass_threshold(dump(inputs.spec)),
         of_rows=inputs.of_rows,
-        repeated=[[one.score for one in scores] for scores in zip(*repeats, strict=True)],
+        repeated=[
+            [one.score for one in grades_R if one is not None] for grades_R in zip(*repeats, strict=True)
+        ],
         tokens=tokens,
         is_complete=len(pairs) == len(probes_N),
     )
@@ -104,37 +97,36 @@ async def _grades(
     graded: Callable[[], None],
     spec: GraderSpec,
     probes_N: Sequence[GraderProbe],
-) -> list[Grade]:
+) -> list[Grade | None]:
+    """Grade the probes; None for those that the budget leaves out."""
     pairs = [(Sample.from_text(probe.text, parse_json=True), probe.item) for probe in probes_N]
     async with service.backends.open(spec, owner=project_id, ledger=ledger) as grader:
-        within = grader if inputs.max_tokens is None else _WithinBudget(grader, ledger, inputs.max_tokens)
+        within = _WithinBudget(grader, ledger, inputs.max_tokens)
         at_once = AT_ONCE_OF_SERVERS if calls_servers(spec) else AT_ONCE
-        return await grade_all(within, pairs, concurrency=at_once, timeout_s=TIMEOUT_S, graded=graded)
+        grades = await grade_all(within, pairs, concurrency=at_once, timeout_s=TIMEOUT_S, graded=graded)
+    left_out = set(map(id, within.left_out))
+    return [
+        None if id(sample) in left_out else grade for (sample, _), grade in zip(pairs, grades, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
-class _WithinBudget:
-    """A grader that gives no score once judges have used `max_tokens`; requests in flight complete."""
+class _WithinBudget(GraderWrapper):
+    """A grader that leaves out answers once judges have used `max_tokens`; requests in flight complete."""
 
-    grader: RunningGrader
     ledger: TokenLedger
-    max_tokens: int
-
-    @property
-    def name(self) -> str:
-        return self.grader.name
-
-    @property
-    def type(self) -> str:
-        return self.grader.type
+    max_tokens: int | None
+    left_out: list[Sample] = field(default_factory=list)
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
-        if self.ledger.total >= self.max_tokens:
+        if self.max_tokens is not None and self.ledger.total >= self.max_tokens:
+            self.left_out.append(sample)
             return Grade(None, BUDGET_USED, ErrorKind.other_error)
         return await self.grader.grade(sample, item)
 
 
-def _probe_grade(probe: GraderProbe, grade: Grade) -> ProbeGrade:
+def probe_grade(probe: GraderProbe, grade: Grade) -> ProbeGrade:
+    """The grade of a probe as the report reads it."""
     return ProbeGrade(
         kind=probe.kind,
         expect=probe.expect,

@@ -13,7 +13,6 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, BaseModel, Field
 
 from api.http import background as background_runs
-from api.http.background import Slot
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.judge_usage import refuse_judges_beyond
 from api.http.openapi import refusals
@@ -27,13 +26,13 @@ from api.resources.regrades import JudgeBudget
 from core import stored_graders
 from core.asgi import until_gone
 from core.database.tables import GraderAudit, Project
-from core.errors import InvalidRequest, NotReady, TooManyAtOnce
+from core.errors import InvalidRequest
 from core.results import background, grader_audits
 from core.results.grader_audit_report import GraderAuditReport
 from core.storage import files
 from core.tenancy import tenants
 from graders.build import EPISODE_FIELDS, calls_servers, reads_sample
-from graders.exploits.corpus import KINDS
+from graders.exploits.corpus import KINDS, AuditedRow
 from graders.exploits.right_answers import checked_answer_template, right_answer
 from graders.hazards.pool import OWNER
 from graders.spec import GraderSpec, dump
@@ -161,10 +160,7 @@ async def create_grader_audit(
     if prepared is None:
         return Response(status_code=499)
     inputs, row = prepared
-    try:
-        slot = Slot(await service.admission.previews.enter(project.id))
-    except TooManyAtOnce:
-        raise NotReady("Other previews or audits are still running; try again.", retry_after=10) from None
+    slot = await background_runs.enter(service, project)
 
     def add() -> GraderAuditOut:
         with uow() as work:
@@ -172,7 +168,7 @@ async def create_grader_audit(
             return GraderAuditOut.of(row)
 
     async def run(added: GraderAuditOut) -> None:
-        progress = AuditProgress(**row_progress)
+        progress = AuditProgress(added.progress.of)
         await background_runs.run(
             service,
             GraderAudit,
@@ -187,7 +183,6 @@ async def create_grader_audit(
             complete=grader_audits.complete,
         )
 
-    row_progress = dict(row.progress)
     return await background_runs.begin(service, slot, add, run)
 
 
@@ -212,8 +207,9 @@ def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tu
     rows, of_rows = draw_rows(service.blobs, training, body.row_count, body.seed)
     if not rows:
         raise InvalidRequest("The training_file has no rows.", param="training_file")
-    answer = None if body.answer is None else checked_answer_template(body.answer)
-    if answer is not None and not any(right_answer(body.grader, row.item, answer) for row in rows):
+    template = None if body.answer is None else checked_answer_template(body.answer)
+    audited = [AuditedRow(row.line, row.item, right_answer(body.grader, row.item, template)) for row in rows]
+    if template is not None and not any(row.right for row in audited):
         raise InvalidRequest(
             f"'answer' is {body.answer!r}, and none of the {len(rows)} audited rows of the training_file has a value "
             "for it: name a field that they have.",
@@ -221,9 +217,8 @@ def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tu
         )
     inputs = AuditInputs(
         spec=body.grader,
-        rows=rows,
+        rows=audited,
         of_rows=of_rows,
-        answer=answer,
         seed=body.seed,
         repeats=body.repeats,
         max_tokens=None if body.budget is None else body.budget.tokens,
@@ -242,7 +237,7 @@ def _prepared(body: GraderAuditCreate, project: Project, service: Service) -> tu
         },
         training_sha256=training.sha256,
         version=stored_graders.version_of(spec),
-        behavior_sha256=grader_audits.behavior_of(spec),
+        behavior_sha256=stored_graders.behavior_of(spec),
         # The most there can be: the audit counts them once it has made them.
         progress=asdict(AuditProgress(of=len(rows) * len(KINDS))),
     )

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from api.http.deps import CurrentProject, ReadProject, Service, ServiceDep
 from api.http.judge_usage import booked_judges, refuse_judges_beyond
 from api.http.large_bodies import body_is_read
+from api.http.masks import refuse_masks
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.schema_checks import in_turn
 from api.http.shapes import Body
@@ -18,7 +19,6 @@ from api.http.stored_graders import OrStored, ResolvesGraders
 from core.asgi import until_gone
 from core.database.tables import Project
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
-from core.masking import masked_path
 from core.results import lineage
 from graders.backends import Backends
 from graders.build import python_parts, reward_model_parts
@@ -115,11 +115,7 @@ async def refuse(
     body_is_read()
     if not in_job:
         refuse_reward_models(spec, param)
-    if (masked := masked_path(dump(spec), param)) is not None:
-        raise InvalidRequest(
-            f"'{masked}' has the mask of a secret: send its value.",
-            param=masked,
-        )
+    refuse_masks(dump(spec), param)
     check = partial(_refuse_unusable, spec, service.backends, param)
     if has_patterns(spec):
         await in_turn(check, service, project)

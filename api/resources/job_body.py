@@ -325,21 +325,15 @@ class JobCreate(Body):
             raise PydanticKnownError("missing")
         return file_id
 
-    @field_validator("preview")
+    @field_validator("preview", "audit")
     @classmethod
-    def _has_previews(cls, preview: str | None, info: ValidationInfo) -> str | None:
+    def _is_for_reinforcement(
+        cls, value: str | AuditGate | None, info: ValidationInfo
+    ) -> str | AuditGate | None:
         method = info.data.get("method")
-        if preview is not None and method is not None and method.reinforcement is None:
-            raise ValueError("only reinforcement jobs have previews")
-        return preview
-
-    @field_validator("audit")
-    @classmethod
-    def _has_a_grader(cls, audit: AuditGate | None, info: ValidationInfo) -> AuditGate | None:
-        method = info.data.get("method")
-        if audit is not None and method is not None and method.reinforcement is None:
-            raise ValueError("only reinforcement jobs have a grader to audit")
-        return audit
+        if value is not None and method is not None and method.reinforcement is None:
+            raise ValueError("only reinforcement jobs can have it")
+        return value
 
     def reinforcement(self, what: str) -> Reinforcement:
         """method.reinforcement, for a request that is about `what` of it.

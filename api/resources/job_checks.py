@@ -27,6 +27,7 @@ from core.results.grader_audit_report import enough_rows, is_enough, worst_kind
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
+from core.stored_graders import behavior_of
 from graders.build import reward_model_parts
 from graders.spec import dump
 
@@ -35,13 +36,30 @@ from graders.spec import dump
 class Accepted:
     """The validated parts of a job request, without its files."""
 
-    audit: GraderAudit | None  # that the request asks for
     base_model: str  # aliases are resolved
     parent: Parent | None  # the tuned model that the job trains further
     model: BaseModelEntry
     gpu_class: str
     budget: dict[str, Any] | None
     integrations: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class EarlierRuns:
+    """The preview of the same request, and the audit that the request is refused without."""
+
+    preview: Preview | None = None
+    audit: GraderAudit | None = None
+
+
+def earlier_runs(body: JobCreate, model: BaseModelEntry, project: Project, service: Service) -> EarlierRuns:
+    """Find the runs that a job shows in its events.
+
+    Raises:
+        InvalidRequest: the named preview has another request, or the audit does not allow the job.
+    """
+    audit = audit_of(body, project, service)
+    return EarlierRuns(preview_of(body, model, project, service), audit)
 
 
 def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service: Service) -> Preview | None:
@@ -92,7 +110,7 @@ def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit
     spec = dump(body.reinforcement("An audit").grader)
     with service.database.read() as session:
         training = files.get_dataset(session, project.id, body.training_file, param="training_file")
-        audit = grader_audits.newest(session, project.id, grader_audits.behavior_of(spec), training.sha256)
+        audit = grader_audits.newest(session, project.id, behavior_of(spec), training.sha256)
     if audit is None or audit.report is None:
         raise InvalidRequest(
             "This grader has no completed audit on this training_file: create one with POST "
@@ -143,7 +161,6 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     refuse_absurd_learning_rate(body.method)
     model = usable_model(body, base_model, service)
     return Accepted(
-        audit=audit_of(body, project, service),
         base_model=base_model,
         parent=parent,
         model=model,

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from api.http.masks import refuse_masks
 from core.chat import ToolName
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs.params import TOOLS_PARAM
 from core.jobs.tools import MAX_STEPS
-from core.masking import masked_path
 from core.storage.message_rows import MAX_TOOLS
 from core.strict import StrictModel
 from graders.endpoint import Endpoints, checked_headers, checked_url, url_problem
@@ -37,11 +37,7 @@ class HttpToolSpec(StrictModel):
         return self.model_dump(mode="json", exclude_none=True)
 
 
-# Further kinds have a `type`, as in OpenAI's Responses API; Azure's has none.
-JobTool = HttpToolSpec
-
-
-def _distinct(tools: list[JobTool]) -> list[JobTool]:
+def _distinct(tools: list[HttpToolSpec]) -> list[HttpToolSpec]:
     names = [tool.name for tool in tools]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -58,17 +54,16 @@ def _none_for_empty(value: Any) -> Any:
 
 
 JobTools = Annotated[
-    Annotated[list[JobTool], Field(max_length=MAX_TOOLS), AfterValidator(_distinct)] | None,
+    Annotated[list[HttpToolSpec], Field(max_length=MAX_TOOLS), AfterValidator(_distinct)] | None,
     BeforeValidator(_none_for_empty),
 ]
 EpisodeSteps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="Calls of the policy in an episode.")]
 
 
-def refuse_unusable_tools(tools: Sequence[JobTool], endpoints: Endpoints | None) -> None:
+def refuse_unusable_tools(tools: Sequence[HttpToolSpec], endpoints: Endpoints | None) -> None:
     """Raise InvalidRequest for a tool whose server this installation does not call, or with the mask of a secret."""
     for number, tool in enumerate(tools):
         param = f"{TOOLS_PARAM}[{number}]"
-        if (masked := masked_path(tool.to_row(), param)) is not None:
-            raise InvalidRequest(f"'{masked}' has the mask of a secret: send its value.", param=masked)
+        refuse_masks(tool.to_row(), param)
         if problem := url_problem(tool.server_url, endpoints, "Tools"):
             raise InvalidRequest(problem, param=f"{param}.server_url")

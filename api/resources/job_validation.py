@@ -14,7 +14,7 @@ from api.http.shapes import Body
 from api.http.stored_graders import ResolvesGraders
 from api.http.validation_errors import explain
 from api.resources.job_body import GRADER_PATH, JobCreate
-from api.resources.job_checks import accept, refuse_unusable
+from api.resources.job_checks import accept, audit_of, refuse_unusable
 from core.database.tables import Project
 from core.masking import hide_in_method
 from core.storage import files
@@ -69,6 +69,8 @@ def _validated(
             find(job.training_file, param="training_file")
         if job.validation_file is not None and "validation_file" not in local_files:
             find(job.validation_file, param="validation_file")
+    if "training_file" not in local_files:  # only a stored file has audits
+        audit_of(job, project, service)
     shown = hide_in_method(job.method_body())
     return JobValidation(
         model=accepted.base_model,

@@ -17,10 +17,10 @@ from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, Listing, clamped, ends
 from api.resources import validation_split
 from api.resources.job_body import TAKES_JOB, BudgetChange, JobCreate
-from api.resources.job_checks import Accepted, accept, preview_of, refuse_unusable
+from api.resources.job_checks import Accepted, EarlierRuns, accept, earlier_runs, refuse_unusable
 from api.resources.job_shapes import CheckpointOut, EventOut, JobOut
 from core.database.engine import Work
-from core.database.tables import Job, Preview, Project
+from core.database.tables import Job, Project
 from core.jobs import events, fairness, integrations, lifecycle
 from core.jobs.budgets import Price
 from core.results import grader_audits, job_results, previews, tuned_models
@@ -47,43 +47,40 @@ async def create_job(
 ) -> JobOut | JSONResponse:
     """Create a fine-tuning job."""
     await refuse_unusable(body, service, project)
+    made = partial(_created, body, project, service, once)
     if body.validation_split is None:
-        return await to_thread.run_sync(_created, body, project, service, once)
-    made = partial(_created_with_split, body, body.validation_split, project, service, once)
+        return await to_thread.run_sync(made)
     return await service.admission.file_reads.in_thread(project.id, made, service.file_readers)
 
 
-def _created_with_split(
-    body: JobCreate, share: float, project: Project, service: Service, once: Once
-) -> JobOut | JSONResponse:
-    accept(body, service, project)  # before anything is stored
-    method = body.method
-    parts = validation_split.split(
-        service, project, body.training_file, share, method.type, learns_from_file=method.learns_from_file
-    )
-    with Uncommitted(service.blobs, *parts.keys()) as uncommitted:
-        return _created(body, project, service, once, parts, uncommitted)
-
-
-def _created(
-    body: JobCreate,
-    project: Project,
-    service: Service,
-    once: Once,
-    parts: validation_split.SplitFiles | None = None,
-    uncommitted: Uncommitted | None = None,
-) -> JobOut | JSONResponse:
+def _created(body: JobCreate, project: Project, service: Service, once: Once) -> JobOut | JSONResponse:
     accepted = accept(body, service, project)
-    preview = preview_of(body, accepted.model, project, service)
+    earlier = earlier_runs(body, accepted.model, project, service)
+    parts = _split(body, project, service)
+    with Uncommitted(service.blobs, *(() if parts is None else parts.keys())) as uncommitted:
 
-    def create(work: Work) -> JobOut:
-        job = added(work, body, accepted, project, service, parts, preview)
-        made = render(work.session, service, job)[0]
-        if parts is not None and uncommitted is not None:
-            uncommitted.keep(*parts.keys(job.training_file, job.validation_file))
-        return made
+        def create(work: Work) -> JobOut:
+            job = added(work, body, accepted, project, service, earlier, parts)
+            made = render(work.session, service, job)[0]
+            if parts is not None:
+                uncommitted.keep(*parts.keys(job.training_file, job.validation_file))
+            return made
 
-    return once(create)
+        return once(create)
+
+
+def _split(body: JobCreate, project: Project, service: Service) -> validation_split.SplitFiles | None:
+    if body.validation_split is None:
+        return None
+    method = body.method
+    return validation_split.split(
+        service,
+        project,
+        body.training_file,
+        body.validation_split,
+        method.type,
+        learns_from_file=method.learns_from_file,
+    )
 
 
 def added(
@@ -92,10 +89,10 @@ def added(
     accepted: Accepted,
     project: Project,
     service: Service,
+    earlier: EarlierRuns,
     parts: validation_split.SplitFiles | None = None,
-    preview: Preview | None = None,
 ) -> Job:
-    """Create the job in a transaction. The body passed `refuse_unusable`, and `accept` made the rest of it.
+    """Create the job in a transaction. The body passed `refuse_unusable`; `accept` and `earlier_runs` made the rest.
 
     Raises:
         InvalidRequest: there is no such file, or none of training data.
@@ -125,17 +122,21 @@ def added(
         nodes=body.resources.nodes,
         budget=accepted.budget,
     )
-    if preview is not None:
-        job.preview = previews.summary(preview)
-        events.append(work.session, job.id, previews.sentence(job.preview))
-    if accepted.audit is not None:
-        events.append(work.session, job.id, grader_audits.sentence(accepted.audit))
+    _show(work, job, earlier)
     if parts is not None:
         events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
     limits = tenants.limits(project, service.settings.default_limits)
     tenants.refuse_job_beyond(work.session, project.id, limits)
     tenants.refuse_request_beyond(work.session, project.id, limits, job.body)
     return job
+
+
+def _show(work: Work, job: Job, earlier: EarlierRuns) -> None:
+    if earlier.preview is not None:
+        job.preview = previews.summary(earlier.preview)
+        events.append(work.session, job.id, previews.sentence(job.preview))
+    if earlier.audit is not None:
+        events.append(work.session, job.id, grader_audits.sentence(earlier.audit))
 
 
 @router.get("")

@@ -184,11 +184,14 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
         pipeline_requests.parsed_job(pipeline_requests.of_pipeline(stage.job, "", stage.name), where)
         named = {path for path, _ in graph.references(stage.job)}
         try:
-            if not any(path.startswith(".method") for path in named):
+            is_method_known = not any(path.startswith(".method") for path in named)
+            if is_method_known:
                 await job_checks.refuse_unusable(job, service, project)
             if named.isdisjoint((".model", f".{TEACHER_PARAM}")):
                 await to_thread.run_sync(job_checks.accept, job, service, project)
             await to_thread.run_sync(_refuse_files, job, named, service, project)
+            if is_method_known and ".training_file" not in named:
+                await to_thread.run_sync(job_checks.audit_of, job, project, service)
         except ModelNotFound as missing:
             missing.param = f"{where}.{missing.param}"
             raise

@@ -35,7 +35,7 @@ from core.asgi import until_gone
 from core.chat import Chat, Served
 from core.database.tables import Preview as PreviewRow
 from core.database.tables import Project
-from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
+from core.errors import InvalidRequest, NotReady, ServiceError
 from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
@@ -400,10 +400,7 @@ async def create_preview(
         return Response(status_code=499)
     if prepared.earlier is None:
         _refuse_unserved(upstream, prepared.inputs.name)
-    try:
-        slot = Slot(await service.admission.previews.enter(project.id))
-    except TooManyAtOnce:
-        raise NotReady("Other previews are still running; try again.", retry_after=10) from None
+    slot = await background_runs.enter(service, project)
 
     def add() -> PreviewOut:
         with uow() as work:

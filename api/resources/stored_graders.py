@@ -36,8 +36,7 @@ from graders.prompts import sample_of
 from graders.report import run_report
 from graders.run import grade_all
 from graders.spec import GraderSpec, dump, parse_grader
-from graders.types import ErrorKind, Grade, Item, Sample
-from graders.types import Grader as RunningGrader
+from graders.types import ErrorKind, Grade, GraderWrapper, Item, Sample
 
 router = APIRouter(prefix="/regraft/graders", tags=["regraft"])
 
@@ -443,19 +442,10 @@ async def _grades(
 
 
 @dataclass(frozen=True)
-class _UntilThen:
+class _UntilThen(GraderWrapper):
     """A grader that gives no score after a time of the event loop, so that a check ends."""
 
-    grader: RunningGrader
     ends: float
-
-    @property
-    def name(self) -> str:
-        return self.grader.name
-
-    @property
-    def type(self) -> str:
-        return self.grader.type
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         late = Grade(None, f"{self.name}: the check took too long", ErrorKind.other_error)

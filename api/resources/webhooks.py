@@ -9,11 +9,12 @@ from fastapi import APIRouter, Query
 from pydantic import AfterValidator, BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
+from api.http.masks import refuse_masks
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, clamped, ends
 from core.database.ids import new_id
 from core.database.tables import Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest
-from core.masking import hide_in_error, hide_secrets, masked_path
+from core.masking import hide_in_error, hide_secrets
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from core.outbound.webhooks import DeliveryState
@@ -310,8 +311,7 @@ def list_webhook_event_types(project: CurrentProject) -> EventTypeList:
 
 async def _check_url(service: Service, project: Project, url: str) -> None:
     """Check the address in a thread; projects take turns, because their name servers decide how long it takes."""
-    if masked_path(url, "url"):
-        raise InvalidRequest("'url' has the mask of a secret: send its value.", param="url")
+    refuse_masks(url, "url")
     check = partial(webhooks.check_url, _outgoing(service), url)
     await service.admission.address_checks.in_thread(project.id, check)
 

@@ -21,12 +21,13 @@ JOB_EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class States:
-    """States of one kind of rows by what they mean. A paused job is in none of them."""
+    """States of one kind of rows by what they mean. A paused job is unfinished, and in none of the others."""
 
     waiting: tuple[str, ...]  # counted as queued by the limits of a project
     running: tuple[str, ...]  # counted as running
     leased: frozenset[str]  # a worker may hold the row
     final: frozenset[str]
+    unfinished: frozenset[str]  # all others
 
 
 JOB = States(
@@ -34,10 +35,12 @@ JOB = States(
     running=("running", "pausing"),
     leased=frozenset({"validating_files", "running", "pausing"}),
     final=frozenset(state for state, further in JOB_EDGES.items() if not further),
+    unfinished=frozenset(state for state, further in JOB_EDGES.items() if further),
 )
 EVAL_RUN = States(
     waiting=("queued",),
     running=("in_progress",),
     leased=frozenset({"in_progress"}),
     final=frozenset({"completed", "failed", "canceled"}),
+    unfinished=frozenset({"queued", "in_progress"}),
 )

@@ -201,7 +201,7 @@ def expire_batches(session: Session, seconds: float) -> None:
         select(EvalRun)
         .where(
             EvalRun.output_due,
-            EvalRun.status.in_(EVAL_RUN.waiting + EVAL_RUN.running),
+            EvalRun.status.in_(EVAL_RUN.unfinished),
             EvalRun.created_at < before,
         )
         .order_by(EvalRun.seq)

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session, defer
 from sqlalchemy.orm.interfaces import ORMOption
 
-from core.database.states import EVAL_RUN, JOB, JOB_EDGES
+from core.database.states import EVAL_RUN, JOB
 from core.database.tables import EvalRun, Job, Pipeline, now
 from core.evals import batches, imported, summary
 from core.jobs import lifecycle as jobs
@@ -19,9 +19,9 @@ SKEW_SECONDS = 5
 # How far back a client that reconnects learns of ends: any id is accepted, and a project may have years of them.
 MAX_PAST_SECONDS = 86400
 _TABLES: tuple[tuple[Kind, type[Job] | type[Pipeline] | type[EvalRun], frozenset[str]], ...] = (
-    ("job", Job, frozenset(JOB_EDGES) - JOB.final),
+    ("job", Job, JOB.unfinished),
     ("pipeline", Pipeline, frozenset({"running", "paused"})),
-    ("eval_run", EvalRun, frozenset(EVAL_RUN.waiting + EVAL_RUN.running)),
+    ("eval_run", EvalRun, EVAL_RUN.unfinished),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from core.jobs.verdict import counted
-from core.results.preview_report import Grading, spread
+from core.results.preview_report import SHOWN_CHARACTERS, Grading, grading
 from core.rewards import all_equal, equal
 from core.statistics import ShareEstimate, interval, pearson, spearman
 
@@ -42,7 +42,7 @@ REDUNDANT = 0.95
 # Of two grades of one answer: a judge that decides otherwise more often is noise.
 FLIPS = 0.1
 GAIN = 0.05  # of the mean reward, which a run should be able to show
-WORST, SHOWN_CHARACTERS, REASONS = 10, 500, 3
+WORST = 10
 NAMED, NAME_CHARACTERS = 3, 40
 ROWS_OF_A_GATE = 20
 RIGHT, EMPTY, OTHER, ONE_FIELD = "right", "empty", "other_reference", "one_field_wrong"
@@ -249,16 +249,8 @@ def report(
         sensitivity=sensitivity(grades),
         noise=noise(repeated, pass_threshold, reward_range(lines)),
         parts=parts(grades),
-        grading=Grading(
-            seconds=spread([one.seconds for one in grades]),
-            tokens=tokens,
-            failed=sum(one.score is None for one in grades),
-            reasons=[
-                reason[:SHOWN_CHARACTERS]
-                for reason, _ in Counter(one.reason for one in grades if one.score is None).most_common(
-                    REASONS
-                )
-            ],
+        grading=grading(
+            [one.reason for one in grades if one.score is None], [one.seconds for one in grades], tokens
         ),
         coverage=coverage(grades, of_rows, is_complete=is_complete),
     )
@@ -395,7 +387,7 @@ def sensitivity(grades: Sequence[ProbeGrade]) -> Sensitivity:
 
 
 def noise(
-    repeated: Sequence[Sequence[float | None]], threshold: float, reward_range: float = 1.0
+    repeated: Sequence[Sequence[float | None]], threshold: float, full_reward: float = 1.0
 ) -> JudgeNoise | None:
     """The noise of grading one answer again; answers with fewer than two scores do not count.
 
@@ -403,7 +395,7 @@ def noise(
     has the standard error sd * sqrt(2 / n) from this noise alone, and hides a gain below 1.96 of these.
 
     Args:
-        reward_range: of right above empty answers. Without one, a gain is that of scores from 0 to 1.
+        full_reward: of right above empty answers. Without one, a gain is that of scores from 0 to 1.
     """
     graded = [[score for score in scores if score is not None] for scores in repeated]
     graded = [scores for scores in graded if len(scores) > 1]
@@ -416,7 +408,7 @@ def noise(
         repeats=max(map(len, graded)),
         standard_deviation=deviation,
         flip_rate=statistics.fmean(_flips(scores, threshold) for scores in graded),
-        rows_hiding_gain=math.ceil(2 * (1.96 * deviation / (GAIN * (reward_range or 1.0))) ** 2),
+        rows_hiding_gain=math.ceil(2 * (1.96 * deviation / (GAIN * (full_reward or 1.0))) ** 2),
     )
 
 

@@ -4,8 +4,6 @@ The report is also kept on each version of a stored grader with the same specifi
 influence on scores, so a job finds the audit of its grader by the specification without them.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,18 +19,6 @@ from core.results import background
 from core.results.grader_audit_report import GraderAuditReport
 
 REPORT = TypeAdapter(GraderAuditReport)
-
-
-def behavior_of(spec: Mapping[str, Any]) -> str:
-    """The SHA-256 of a specification without the names of its graders."""
-    return hashlib.sha256(json.dumps(_nameless(spec), sort_keys=True).encode()).hexdigest()
-
-
-def _nameless(spec: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in spec.items() if key != "name"}
-    if isinstance(inner := spec.get("graders"), Mapping):
-        rest["graders"] = {key: _nameless(part) for key, part in inner.items()}
-    return rest
 
 
 def add(work: Work, audit: GraderAudit) -> None:
@@ -93,12 +79,9 @@ def summary(audit: GraderAudit) -> dict[str, Any]:
     """The results that a version of a stored grader shows."""
     report = audit.report
     assert report is not None, "only completed audits have a summary"
-    return {"id": audit.id, "created_at": audit.created_at, **summary_of_report(report)}
-
-
-def summary_of_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The main numbers of a report."""
     return {
+        "id": audit.id,
+        "created_at": audit.created_at,
         "verdict": report["verdict"],
         "sentence": report["sentence"],
         "false_positives": report["false_positives"],

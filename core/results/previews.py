@@ -1,7 +1,7 @@
 """Stored previews: runs in the background (core/results/background.py) with the answers and their grades.
 
 Two requests are of one kind if their `parts` are equal: hashes of the model, of the content of the training file, of
-the grader and of the settings of sampling. A job shows the newest completed preview of its kind.
+the grader without names and of the settings of sampling. A job shows the newest completed preview of its kind.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from core.jobs.hyperparameters import Resolved
 from core.model_checks import source_of
 from core.registry import BaseModelEntry
 from core.results import background
+from core.stored_graders import behavior_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def parts_of(
     return parts(
         model=[model, source_of(entry), entry.dtype, entry.context, entry.chat_template],
         training_file=training_sha256,
-        grader=[method["grader"], settings.supervision],
+        grader=[behavior_of(method["grader"]), settings.supervision],
         sampling=[
             settings.temperature,
             settings.max_completion_tokens,

@@ -11,7 +11,7 @@ from core.database import pages
 from core.database.engine import Database, Work
 from core.database.ids import new_id
 from core.database.pages import Page
-from core.database.states import JOB
+from core.database.states import EVAL_RUN, JOB
 from core.database.tables import EvalRun, File, Job, now
 from core.errors import FileNotFound, InvalidRequest
 from core.storage import datasets
@@ -293,7 +293,7 @@ def in_use() -> ColumnElement[bool]:
     """True for a row of `files` that an unfinished job or eval run reads."""
     reads = (Job.training_file == File.id) | (Job.validation_file == File.id)
     by_job = select(Job.seq).where(Job.status.not_in(JOB.final), reads).exists()
-    unfinished = EvalRun.status.in_(("queued", "in_progress"))
+    unfinished = EvalRun.status.in_(EVAL_RUN.unfinished)
     return by_job | select(EvalRun.seq).where(unfinished, EvalRun.file_id == File.id).exists()
 
 

@@ -301,8 +301,8 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Bytes of all that a project can delete: files, results among them, multipart uploads, evals, runs, stored graders
-    with their audits, and previews.
+    """Bytes of all that a project can delete: files, results among them, multipart uploads, evals, runs, stored
+    graders, previews and audits of graders.
 
     A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.

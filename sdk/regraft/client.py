@@ -25,10 +25,12 @@ from regraft.resources.grader_audits import AsyncGraderAudits
 from regraft.resources.graders import AsyncGraders
 from regraft.resources.jobs import AsyncJobs
 from regraft.resources.pipelines import AsyncPipelines
-from regraft.resources.previews import AsyncPreviews, refuse_failed
+from regraft.resources.previews import PATH as PREVIEWS
+from regraft.resources.previews import AsyncPreviews
 from regraft.resources.regrades import AsyncRegrades
 from regraft.resources.rollouts import AsyncRollouts
 from regraft.resources.service import AsyncService
+from regraft.resources.waiting import refuse_failed
 from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
 ESTIMATE = "/regraft/estimate"
@@ -177,7 +179,7 @@ class AsyncRegraft(openai.AsyncOpenAI):
             raise _too_old("preview", old) from old
         progress(made.progress)
         ended = await self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
-        refuse_failed(self, ended)
+        refuse_failed(self, ended, PREVIEWS)
         assert ended.report is not None, "a completed preview has a report"
         return ended.report
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from api.app import create_app
-from core.results import grader_audits
+from api.pipelines.driver import PipelineDriver
+from core import stored_graders
+from core.database.tables import Pipeline
 from core.tenancy import tenants
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
@@ -331,6 +334,45 @@ class TestGateOfAJob:
         messages = [one["message"] for one in web.get(f"/fine_tuning/jobs/{job_id}/events").json()["data"]]
         assert any(made["id"] in message and "can train" in message for message in messages)
 
+    def test_is_not_for_a_file_that_is_not_uploaded_yet(
+        self, web: httpx.Client, job: Callable[..., dict[str, Any]]
+    ) -> None:
+        asked = job(EQUAL, 0.5)
+
+        stored = web.post("/regraft/jobs/validate", json={"job": asked})
+        local = web.post(
+            "/regraft/jobs/validate", json={"job": asked, "local_files": ["training_file", "validation_file"]}
+        )
+
+        assert stored.json()["error"]["code"] == "grader_not_audited"
+        assert local.status_code == 200, local.text
+
+    def test_refuses_a_stage_whose_file_is_known_with_its_pipeline(
+        self, web: httpx.Client, job: Callable[..., dict[str, Any]]
+    ) -> None:
+        refused = web.post("/regraft/pipelines", json={"stages": [{"name": "rft", "job": job(EQUAL, 0.5)}]})
+
+        assert refused.json()["error"]["code"] == "grader_not_audited"
+        assert refused.json()["error"]["param"] == "stages[0].job.audit"
+
+    def test_refuses_a_stage_whose_file_is_a_result_when_it_starts(
+        self, house: House, web: httpx.Client, file: str, job: Callable[..., dict[str, Any]]
+    ) -> None:
+        asked = job(EQUAL, 0.5) | {"training_file": "{{stages.all.file}}"}
+        stages = [{"name": "all", "mix": {"files": [{"file": file}]}}, {"name": "rft", "job": asked}]
+        driver = PipelineDriver(house.app.state.service)
+
+        made = web.post("/regraft/pipelines", json={"stages": stages})
+        assert made.status_code == 201, made.text
+        for _ in stages:
+            with house.database.write() as session:
+                session.execute(update(Pipeline).values(next_run_at=0.0))
+            house.portal.call(driver.advance_next)
+
+        shown = web.get(f"/regraft/pipelines/{made.json()['id']}").json()["stages"]
+        assert [stage["status"] for stage in shown] == ["succeeded", "failed"]
+        assert shown[1]["error"]["code"] == "grader_not_audited"
+
 
 def test_names_do_not_change_the_behavior_of_a_grader() -> None:
     def multi(name: str) -> dict[str, Any]:
@@ -341,5 +383,5 @@ def test_names_do_not_change_the_behavior_of_a_grader() -> None:
             "calculate_output": "a",
         }
 
-    assert grader_audits.behavior_of(multi("x")) == grader_audits.behavior_of(multi("y"))
-    assert grader_audits.behavior_of(EQUAL) != grader_audits.behavior_of(CONTAINS)
+    assert stored_graders.behavior_of(multi("x")) == stored_graders.behavior_of(multi("y"))
+    assert stored_graders.behavior_of(EQUAL) != stored_graders.behavior_of(CONTAINS)

@@ -455,6 +455,17 @@ def test_a_job_and_an_estimate_show_the_preview_of_their_request(
     )
 
 
+def test_a_job_whose_grader_has_no_name_shows_the_preview_of_its_request(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body(grader={key: value for key, value in GRADER.items() if key != "name"})
+    preview = ended(web, created(web, asked | {"rows": 1, "samples": 2}))
+
+    job = web.post("/fine_tuning/jobs", json=asked).json()
+
+    assert job["preview"]["id"] == preview["id"]
+
+
 def test_a_job_of_another_request_does_not_show_the_preview_and_may_not_name_it(
     web: httpx.Client, body: Callable[..., dict[str, Any]], upload: Callable[..., str]
 ) -> None:
@@ -1013,7 +1024,7 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
             later = ended(web, again.json())
 
     assert slow["code"] == "preview_too_slow"
-    assert error(meanwhile, 503)["message"] == "Other previews are still running; try again."
+    assert error(meanwhile, 503)["message"] == "Other previews or audits are still running; try again."
     assert later["report"]["grading"]["failed"] == 0
 
 

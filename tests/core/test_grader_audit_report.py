@@ -126,7 +126,7 @@ class TestJudgeNoise:
         """With a deviation of 0.1, 1.96 * 0.1 * sqrt(2 / 31) = 0.0498 is the first below 0.05."""
         grades = [0.5 - 0.1 / math.sqrt(2), 0.5 + 0.1 / math.sqrt(2)]
 
-        found, wider = noise([grades], 0.5), noise([[10 * one for one in grades]], 5.0, reward_range=10.0)
+        found, wider = noise([grades], 0.5), noise([[10 * one for one in grades]], 5.0, full_reward=10.0)
 
         assert found is not None
         assert wider is not None

@@ -14,6 +14,7 @@ from core.results.preview_report import (
     PreviewAnswer,
     PreviewPrompt,
     PreviewReport,
+    grading,
     report,
     signal,
     with_signal,
@@ -151,6 +152,12 @@ class TestReport:
         assert (made.completion_tokens.max, made.sampling.tokens_per_second) == (20, 30.0)
         assert [one.group_size for one in made.signal] == [2, 3, 4, 8, 16, 32]
         assert [one.at_least for one in made.signal] == [False, False, True, True, True, True]
+
+    def test_reasons_are_three_and_short(self) -> None:
+        made = grading(["a" * 600, "b", "b", "c", "c", "d"], [1.0, 3.0], tokens=7)
+
+        assert [len(reason) for reason in made.reasons] == [1, 1, 500]
+        assert (made.failed, made.seconds.mean, made.tokens) == (6, 2.0, 7)
 
     def test_what_cannot_be_graded_has_no_pass_rate(self) -> None:
         made = of(prompts([None, None], [None, None]))

@@ -27,6 +27,7 @@ def test_correlations_are_those_of_scipy(values: int) -> None:
 def test_values_that_do_not_vary_have_no_correlation() -> None:
     assert spearman([1, 1, 1], [1, 2, 3]) is None
     assert pearson([1], [1]) is None
+    assert pearson([0.1 + 0.2, 0.3, 0.3], [1, 2, 3]) is None
 
 
 def test_rewards_that_differ_by_rounding_share_a_rank() -> None:

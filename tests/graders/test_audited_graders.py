@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from api.resources.graded_probes import probe_grade
 from core.results.evals import pass_threshold
-from core.results.grader_audit_report import GraderAuditReport, ProbeGrade, report
+from core.results.grader_audit_report import GraderAuditReport, report
 from graders.build import build
-from graders.exploits.corpus import AuditedRow, GraderProbe, probes
+from graders.exploits.corpus import AuditedRow, probes
 from graders.exploits.right_answers import checked_answer_template, right_answer
 from graders.run import grade_all
 from graders.spec import dump, parse_grader
-from graders.types import Sample
+from graders.types import ErrorKind, Grade, Sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Function = Callable[[dict[str, Any], dict[str, Any]], float]
@@ -211,21 +212,14 @@ def audit(grader: dict[str, Any] | Function, rows: list[Row], answer: str | None
     if isinstance(grader, dict):
         pairs = [(Sample.from_text(one.text, parse_json=True), one.item) for one in made]
         grades = asyncio.run(grade_all(build(spec), pairs))
-        graded = [
-            probe_grade(one, grade.score, {name: part.score for name, part in grade.sub_grades.items()})
-            for one, grade in zip(made, grades, strict=True)
-        ]
     else:  # in this process: the sandbox is not what is tested
-        graded = [probe_grade(one, grader({"output_text": one.text}, dict(one.item)), {}) for one in made]
+        grades = [grade_of(grader({"output_text": one.text}, dict(one.item))) for one in made]
+    graded = [probe_grade(*pair) for pair in zip(made, grades, strict=True)]
     return report(graded, pass_threshold=pass_threshold(dump(spec)), of_rows=len(rows))
 
 
-def probe_grade(one: GraderProbe, score: float | None, parts: dict[str, float | None]) -> ProbeGrade:
-    reason = "" if score is not None else "another form."
-    return ProbeGrade(
-        one.kind, one.expect, one.knows, one.quality, one.line, one.text, score, reason, parts,
-        is_guess=one.is_guess,
-    )  # fmt: skip
+def grade_of(score: float | None) -> Grade:
+    return Grade(None, "another form.", ErrorKind.other_error) if score is None else Grade(score)
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from core.results.grader_audit_report import ProbeGrade, report
+from api.resources.graded_probes import probe_grade
+from core.results.grader_audit_report import report
 from graders.build import NotConfigured, build
 from graders.exploits.corpus import AuditedRow, probes
 from graders.exploits.right_answers import right_answer
@@ -65,15 +66,7 @@ def test_an_audited_grader_gets_the_verdict_on_the_page(verdict: str, example: s
     )
 
     found = report(
-        [
-            ProbeGrade(
-                one.kind, one.expect, one.knows, one.quality, one.line, one.text, grade.score, grade.reason,
-                {name: part.score for name, part in grade.sub_grades.items()},
-            )
-            for one, grade in zip(some, grades, strict=True)
-        ],
-        pass_threshold=0.5,
-        of_rows=len(rows),
-    )  # fmt: skip
+        [probe_grade(*pair) for pair in zip(some, grades, strict=True)], pass_threshold=0.5, of_rows=len(rows)
+    )
 
     assert found.verdict == verdict, found.sentence

@@ -344,7 +344,6 @@ class Sent(Exception):
         "eu-central-1",
         "cn-north-1",
         "us-gov-west-1",
-        "us-iso-east-1",
         "eusc-de-east-1",
     ],
 )

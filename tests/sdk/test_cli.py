@@ -1554,3 +1554,27 @@ def test_stored_graders_are_saved_compared_and_checked(
     assert regraft("graders", "delete", f"close@{saved['version']}")[0] == 0
     assert regraft("graders", "delete", "close")[1] == "deleted close\n"
     assert regraft("graders", "show", "close")[0] == 3
+
+
+@pytest.fixture
+def uploaded(in_json: Callable[..., Any], tmp_path: Path) -> str:
+    """The id of an uploaded file with ROWS."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    [file] = in_json("files", "upload", str(tmp_path / "rows.jsonl"))
+    file_id: str = file["id"]
+    return file_id
+
+
+def test_an_audit_says_its_id_and_its_rates_and_exits_by_its_verdict(
+    regraft: Callable[..., tuple[int, str, str]], uploaded: str, tmp_path: Path
+) -> None:
+    strict, lenient = tmp_path / "strict.json", tmp_path / "lenient.json"
+    strict.write_text(json.dumps(GRADER))
+    lenient.write_text(json.dumps(GRADER | {"operation": "like"}))
+
+    code, out, err = regraft("graders", "audit", uploaded, "--grader", str(strict))
+
+    assert code == 0, err
+    assert regraft("graders", "audit", uploaded, "--grader", str(lenient))[0] == 1
+    assert re.match(r"graderaudit_\w+: 0 of \d+ answers graded\n", err)
+    assert "0 of 4 right answers do not pass" in out

@@ -8,9 +8,10 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from regraft import jobs
-from regraft.resources.waiting import MAX_FAILURES, AsyncWaiting
+from regraft import Regraft, jobs
+from regraft.resources.waiting import MAX_FAILURES, AsyncWaiting, refuse_failed
 from regraft.sync.waiting import Waiting
+from regraft.types import GraderAudit
 
 from tests.present import untyped
 
@@ -99,3 +100,24 @@ def test_no_event_comes_twice_if_the_newest_one_is_superseded() -> None:
     seen = [event.id for event in jobs.events(client, "ftjob-1", poll_seconds=0)]
 
     assert seen == ["step 1", "step 2", "restart", "step 2 again"]
+
+
+def test_a_run_that_failed_raises_as_its_creation_would() -> None:
+    client = Regraft(base_url="http://server/v1", api_key="key")
+    began = {
+        "id": "graderaudit_1",
+        "created_at": 1,
+        "request": {},
+        "version": "",
+        "progress": {"of": 1, "graded": 0},
+    }
+    error = {"message": "too long", "type": "invalid_request_error", "code": "audit_too_slow", "status": 400}
+    failed = GraderAudit.model_validate(began | {"status": "failed", "error": error})
+    canceled = GraderAudit.model_validate(began | {"status": "canceled"})
+
+    with pytest.raises(openai.BadRequestError, match="too long") as raised:
+        refuse_failed(client, failed, "/regraft/graders/audit")
+    with pytest.raises(openai.OpenAIError, match="graderaudit_1 was canceled"):
+        refuse_failed(client, canceled, "/regraft/graders/audit")
+
+    assert raised.value.code == "audit_too_slow"

@@ -42,6 +42,7 @@ class Exclusive:
 
 def arg(flags: str, metavar: str | None = None, help: str | None = None, **more: Any) -> Argument:
     """`-f --file`, or the name of a positional argument; without a metavar one of `choices`, or a switch."""
+    assert metavar or "choices" in more or flags.startswith("-"), f"{flags} would be a switch without a flag"
     if metavar is None and "choices" not in more:
         more = {"action": "store_true"} | more
     elif metavar and metavar in TYPES:

@@ -43,7 +43,7 @@ from graders.build import (
     reward_model_parts,
     row_problems,
 )
-from graders.checks import schema_problem
+from graders.checks import item_schema_problem
 from graders.doubts import row_doubts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.judge.usage import TokenLedger
@@ -296,9 +296,9 @@ def _refuse_schemas(files: Iterable[tuple[str, Sequence[Example]]]) -> None:
                 if (text := json.dumps(schema)) in checked:
                     continue
                 checked.add(text)
-                if problem := schema_problem(schema):
+                if problem := item_schema_problem(schema):
                     where = f"tools[{number}].function.parameters"
-                    message = f"Line {row.line}: {where} is not a JSON schema: {problem}"
+                    message = f"Line {row.line}: {where} {problem}"
                     raise UserMistake("invalid_value", message, param)
 
 

@@ -558,10 +558,16 @@ PostgreSQL once they are ready. Takes (dict "root" $ "image" "api").
 */}}
 {{- define "regraft.waitForSchema" -}}
 {{- if ne .root.Values.migrate.hooks "helm" -}}
-- name: wait-for-schema
+{{- include "regraft.migrateContainer" (dict "root" .root "image" .image "name" "wait-for-schema" "args" (list "--wait" "1800")) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A container that runs regraft-server migrate. Takes (dict "root" $ "image" "api" "name" "migrate" "args" list). */}}
+{{- define "regraft.migrateContainer" -}}
+- name: {{ .name }}
   image: {{ include "regraft.image" . | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [regraft-server, migrate, --wait, "1800"]
+  command: {{ concat (list "regraft-server" "migrate") .args | toJson }}
   env:
     {{- include "regraft.databaseEnv" .root | nindent 4 }}
     {{- range $name, $value := .root.Values.extraEnv }}
@@ -573,7 +579,6 @@ PostgreSQL once they are ready. Takes (dict "root" $ "image" "api").
     - {name: data, mountPath: /data}
     - {name: tmp, mountPath: /tmp}
     {{- include "regraft.extraMounts" .root | indent 4 }}
-{{- end -}}
 {{- end -}}
 
 {{/* Seconds of a rollout for that init container, which Kubernetes counts as those of the start. */}}

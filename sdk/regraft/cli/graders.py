@@ -3,15 +3,20 @@
 import argparse
 import difflib
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from textwrap import indent
 from typing import Any
 
 from regraft._rules.datasets import unique_keys
-from regraft.cli.output import answer, print_json, say, shortened, table
+from regraft.cli.output import answer, print_json, say, say_quarters, shortened, table
 from regraft.cli.shared import DONE, NO, WIDE, Refused, connect
+from regraft.display import Waiting
 from regraft.requests import read_grader
+from regraft.resources.grader_audits import CREATE
 from regraft.resources.graders import GraderTest
+from regraft.resources.waiting import refuse_failed
+from regraft.types import GraderAudit
 
 NARROW = 60
 SHORT = 12  # characters of a version, which name it as well
@@ -95,23 +100,21 @@ def graders_check(arguments: argparse.Namespace) -> int:
 
 def graders_audit(arguments: argparse.Namespace) -> int:
     """Exit code 1: the verdict is stop."""
-    audits = connect().grader_audits
-    begun = audits.create(
+    client = connect()
+    begun = client.grader_audits.create(
         arguments.grader,
         arguments.training_file,
         answer=arguments.answer,
         rows=arguments.rows,
         max_tokens=arguments.max_tokens,
     )
-    say(f"{begun.id}: in progress")
-    audit = audits.wait(
-        begun.id, progress=lambda one: say(f"{one.status}: {one.progress.graded} of {one.progress.of} graded")
-    )
-    if audit.report is None:
-        raise Refused(
-            audit.error.message if audit.error is not None else f"The audit {audit.id} was canceled."
-        )
+    with Waiting(sys.stderr, "the audit") as waiting:
+        progress = _audit_progress(waiting.say)
+        progress(begun)
+        audit = client.grader_audits.wait(begun.id, progress=progress)
+    refuse_failed(client, audit, CREATE)
     report = audit.report
+    assert report is not None, "an audit that is neither failed nor canceled is completed"
     rows = [[one.kind, one.expect, one.line, one.score, shortened(one.text, NARROW)] for one in report.worst]
     worst = f"\n{table(['worst', 'expected', 'line', 'score', 'answer'], rows)}" if rows else ""
     rates = [
@@ -126,6 +129,17 @@ def graders_audit(arguments: argparse.Namespace) -> int:
     lines = [report.sentence, *report.advice, *report.notes, *rates]
     answer(arguments, audit, lambda: "\n".join(lines) + worst)
     return NO if report.verdict == "stop" else DONE
+
+
+def _audit_progress(say: Callable[[str], None]) -> Callable[[GraderAudit], None]:
+    """Say the id and each quarter of the grades."""
+    say_quarter = say_quarters(say)
+
+    def print_progress(audit: GraderAudit) -> None:
+        now = audit.progress
+        say_quarter("grading", now.graded / now.of, f"{audit.id}: {now.graded} of {now.of} answers graded")
+
+    return print_progress
 
 
 def _lines(spec: dict[str, Any]) -> list[str]:

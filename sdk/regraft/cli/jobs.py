@@ -19,6 +19,7 @@ from regraft.cli.output import (
     print_json,
     print_json_line,
     say,
+    say_quarters,
     shortened,
     table,
     when,
@@ -99,14 +100,11 @@ def _doing(now: PreviewProgress) -> str:
 
 def _preview_progress(say: Callable[[str], None]) -> Callable[[PreviewProgress], None]:
     """Say each phase when it begins, and each quarter of its answers."""
-    said: set[tuple[str, int]] = set()
+    say_quarter = say_quarters(say)
 
     def print_progress(now: PreviewProgress) -> None:
         done = now.graded if now.phase == "grading" else now.sampled
-        quarter = (now.phase, 4 * done // now.of)
-        if quarter not in said:
-            said.add(quarter)
-            say(_doing(now))
+        say_quarter(now.phase, done / now.of, _doing(now))
 
     return print_progress
 

@@ -128,6 +128,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def say_quarters(say: Callable[[str], None]) -> Callable[[str, float, str], None]:
+    """A function of a phase, of the share of it that is done, and of a text, which says one text for each quarter."""
+    said: set[tuple[str, int]] = set()
+
+    def say_new(phase: str, share: float, text: str) -> None:
+        quarter = (phase, int(4 * share))
+        if quarter not in said:
+            said.add(quarter)
+            say(text)
+
+    return say_new
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "-"

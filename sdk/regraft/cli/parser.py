@@ -230,7 +230,7 @@ GRADERS = Group(
         "audit",
         "try a grader on right answers and on exploits made from the rows of an uploaded file",
         REQUIRED_GRADER,
-        arg("training_file", help="id of the file"),
+        arg("training_file", "FILE_ID", "of an uploaded file with the rows of a job"),
         arg("--answer", "TEMPLATE", "of a right answer, such as <answer>{{item.answer}}</answer>"),
         arg("--rows", "N", "default: 200, or 20 of a grader that calls a server"),
         arg("--max-tokens", "N", "most tokens of judges"),

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-import httpx2
-import openai
 from openai.pagination import AsyncCursorPage
 
 from regraft.requests import Source
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from openai._base_client import AsyncPaginator
 
     from regraft.client import AsyncRegraft
-    from regraft.sync.client import Regraft
 
 PATH = "/regraft/previews"
 POLL_SECONDS = 0.5
@@ -75,22 +72,6 @@ class AsyncPreviews:
     async def delete(self, preview_id: str) -> None:
         """Delete a preview and its answers. One in progress is canceled."""
         await self._client.delete(f"{PATH}/{preview_id}", cast_to=object)
-
-
-def refuse_failed(client: "Regraft | AsyncRegraft", preview: Preview) -> None:
-    """Raise the error of a failed preview as a response with its status would have raised it.
-
-    Raises:
-        openai.APIStatusError: it failed.
-        openai.OpenAIError: it was canceled.
-    """
-    error = preview.error
-    if error is not None:
-        request = httpx2.Request("POST", f"{str(client.base_url).rstrip('/')}{PATH}")
-        response = httpx2.Response(error.status, request=request)
-        raise client._make_status_error(error.message, body=error.to_dict(), response=response)
-    if preview.report is None:
-        raise openai.OpenAIError(f"The preview {preview.id} was canceled.")
 
 
 def with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:

@@ -2,9 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import httpx2
 import openai
+
+from regraft.types import GraderAudit, Preview
+
+if TYPE_CHECKING:
+    from regraft.client import AsyncRegraft
+    from regraft.sync.client import Regraft
 
 T = TypeVar("T")
 
@@ -53,3 +60,22 @@ class AsyncWaiting:
                 return found
             progress(found)
             await self._sleep(self._every_seconds)
+
+
+def refuse_failed(client: "Regraft | AsyncRegraft", ended: Preview | GraderAudit, path: str) -> None:
+    """Raise the error of a failed preview or audit as a response of its creation with this status would.
+
+    Args:
+        path: where it was created.
+
+    Raises:
+        openai.APIStatusError: it failed.
+        openai.OpenAIError: it was canceled.
+    """
+    error = ended.error
+    if error is not None:
+        request = httpx2.Request("POST", f"{str(client.base_url).rstrip('/')}{path}")
+        response = httpx2.Response(error.status, request=request)
+        raise client._make_status_error(error.message, body=error.to_dict(), response=response)
+    if ended.report is None:
+        raise openai.OpenAIError(f"{ended.id} was canceled.")

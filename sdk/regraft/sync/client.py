@@ -12,7 +12,8 @@ from regraft.client import ESTIMATE, Datasets, _profile, _too_old, _wants_json, 
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, refuse_foreign, typed_error
 from regraft.literals import FileMethod
 from regraft.requests import Source
-from regraft.resources.previews import refuse_failed
+from regraft.resources.previews import PATH as PREVIEWS
+from regraft.resources.waiting import refuse_failed
 from regraft.sync.aliases import Aliases
 from regraft.sync.checkpoints import Checkpoints
 from regraft.sync.evals import Evals
@@ -155,7 +156,7 @@ class Regraft(openai.OpenAI):
             raise _too_old("preview", old) from old
         progress(made.progress)
         ended = self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
-        refuse_failed(self, ended)
+        refuse_failed(self, ended, PREVIEWS)
         assert ended.report is not None, "a completed preview has a report"
         return ended.report
 

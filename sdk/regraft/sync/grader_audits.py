@@ -1,6 +1,5 @@
 """Written by .ci/sync_client.py from regraft.resources.grader_audits; do not edit."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -40,7 +39,7 @@ class GraderAudits:
             repeats: Grades of one answer by judges.
             max_tokens: Most tokens of judges.
         """
-        body = asyncio.to_thread(audit_body, grader, training_file, answer, rows, repeats, seed, max_tokens)
+        body = audit_body(grader, training_file, answer, rows, repeats, seed, max_tokens)
         return self._client.post(CREATE, body=body, cast_to=GraderAudit)
 
     def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[GraderAudit]:
