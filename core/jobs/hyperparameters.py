@@ -569,7 +569,7 @@ def resolve(
 def _automatic_bounds(advanced: Advanced) -> dict[str, float | None]:
     """Return the bounds of a loss and of its importance weights that the request leaves to their defaults."""
     loss, importance = advanced.loss, advanced.importance
-    # prime-rl's and verl's; the other losses have defaults of their own.
+    # prime-rl's and verl's; the classes of the other losses have theirs.
     clip = {"tv": 0.2, "kl": 0.05}[loss.divergence] if isinstance(loss, Dppo) else None
     is_geometric = isinstance(importance, Correction) and importance.reject == "geometric"
     return {

@@ -439,6 +439,13 @@ def test_what_a_job_keeps_is_accepted_again_when_it_runs(advanced: dict[str, Any
     assert Hyperparameters.model_validate(asked.model_dump(mode="json")) == asked
 
 
+def test_the_plain_log_ratio_is_accepted_with_a_warning() -> None:
+    [warning] = ask({"kl": 0.1, "kl_estimator": "k1_plain"}).warnings
+
+    assert "the mean of its gradient is zero" in warning
+    assert ask({"kl": 0.1, "kl_estimator": "k2"}).warnings == []
+
+
 def test_several_greedy_answers_would_all_be_the_same() -> None:
     with pytest.raises(ValidationError, match="greedy"):
         ask({"eval_temperature": 0}, eval_samples=2)

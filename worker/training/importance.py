@@ -71,7 +71,7 @@ def is_recent(
     """Return which tokens DeepSeek-V3.2's off-policy mask keeps (bool; arXiv 2512.02556, eq. 9).
 
     Those with an advantage of at least 0, and those of answers with mean(log pi_sampler - log pi) <= threshold, under
-    the current policy: so each update has a mask of its own.
+    the current policy: so it differs between the updates of a step.
     """
     staleness = grpo.answer_mean((sampled_logp - logp).detach(), answer)
     return (advantage >= 0) | (staleness <= threshold)

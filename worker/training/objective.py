@@ -1,4 +1,4 @@
-"""What a loss of sampled answers is: the objective of a token, and how tokens and answers are averaged.
+"""The loss of sampled answers: the objective of a token, and how tokens and answers are averaged.
 
 Each loss has a class in worker/training/objectives/ and a line in registry.py there. The loss of a step is a plain sum
 over tokens, so micro-batches and groups add up: a token's part is its weight in its answer (known with the answer), its

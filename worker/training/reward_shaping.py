@@ -1,4 +1,4 @@
-"""What the rewards of a group become before they are advantages, as pure functions.
+"""Pure functions that change the rewards of a group before they become advantages.
 
 Axes: `_G` members of a group, `_K` parts of a grader.
 A reward of None is of an answer that was not graded, and stays None.
