@@ -239,6 +239,9 @@ class StepMetrics(_Part):
         "Mean of -log p over all sampled tokens, groups without signal included.", "nats", csv=True
     )
     clip_fraction: float | None = metric("Share of the trained tokens whose ratio was clipped.", csv=True)
+    masked_fraction: float | None = metric(
+        "Share of the trained tokens that `importance` left out of the loss, as of another policy."
+    )
     value_loss: float | None = metric("Loss ppo: mean loss of the value head per trained token.", csv=True)
     explained_variance: float | None = metric(
         "Loss ppo: share of the variance of the returns that the values of the step explain, before its update. 1 at "

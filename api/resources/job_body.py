@@ -37,6 +37,7 @@ from core.tool_parsers import NO_FORMAT
 from graders.build import reward_model_parts
 from graders.formula import Formula, FormulaError
 from graders.spec import GIVE_STEPS, GraderSpec, MultiSpec, SelectSpec, dump, parse_grader
+from graders.weighted_sum import weighted_parts
 
 GRADER_PATH = tuple(GRADER_PARAM.split("."))
 # The `dependencies` of endpoints whose body is that of a job.
@@ -107,6 +108,17 @@ class Reinforcement(StrictModel):
                 f"supervision 'process' needs a grader that scores steps ({' or '.join(GIVE_STEPS)}), "
                 f"and '{self.grader.type}' gives one score per answer"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_added_up(self) -> "Reinforcement":
+        if self.hyperparameters.advanced.loss.advantage_scale == "each":
+            try:
+                weighted_parts(self.grader)
+            except ValueError as problem:
+                raise ValueError(
+                    f"advantage_scale 'each' normalizes the parts of a grader: {problem}"
+                ) from None
         return self
 
     @model_validator(mode="after")

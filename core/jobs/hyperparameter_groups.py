@@ -13,15 +13,20 @@ from core import chat_templates
 # The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
 Auto = Literal["auto"]
 
-Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"]
+Loss = Literal[
+    "grpo", "dr_grpo", "bnpo", "dapo", "dppo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"
+]
 # Losses with a reward for each token (see TokenRewardLoss).
 TokenRewards = Literal["reinforce_plus_plus", "ppo"]
 PromptOrder = Literal["shuffled", "file", "easiest_first"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "none", "mean", "each"]
 Std = Literal["population", "sample"]
 Supervision = Literal["outcome", "process"]
-KlEstimator = Literal["k1", "k3", "k1_plain", "k3_plain"]
+KlEstimator = Literal["k1", "k2", "k3", "k1_plain", "k3_plain"]
 Importance = Literal["truncate", "mask", "none"]
+ImportanceLevel = Literal["token", "answer"]
+Rejection = Literal["geometric", "k3"]
+Divergence = Literal["tv", "kl"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
@@ -30,6 +35,7 @@ Train = Literal["lora", "full"]
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 ClipHigh = Annotated[float, Field(gt=0, le=10)]
+RatioMax = Annotated[float, Field(gt=1, le=1000)]
 ImportanceCap = Annotated[float, Field(gt=1, le=100)]
 
 
@@ -66,11 +72,15 @@ class SampledHyperparameters(AnyHyperparameters):
 # prompts are not amplified).
 
 
+WITHOUT_STD = ("none", "mean")  # scales
+
+
 class AnyLoss(Value):
     """The fields that every loss has."""
 
     type: Loss
-    # Divisor of a group's centered rewards: the std of the group, of the batch, or none.
+    # Divisor of a group's centered rewards: the std of the group, of the batch, or none; their mean (MaxRL, for graders
+    # without negative scores); or each: for each part of a multi grader its std in the group (GDPO).
     advantage_scale: Scale
     # Std over n or over n - 1: the choice scales the effective learning rate. Auto: population.
     std: Auto | Std = "auto"
@@ -79,9 +89,10 @@ class AnyLoss(Value):
 
     @model_validator(mode="after")
     def _std_is_used(self) -> "AnyLoss":
-        if self.std != "auto" and self.advantage_scale == "none":
+        if self.std != "auto" and self.advantage_scale in WITHOUT_STD:
             raise ValueError(
-                "std has no effect with advantage_scale 'none', as in losses 'dr_grpo' and 'rloo'"
+                f"std has no effect with advantage_scale '{self.advantage_scale}': leave it out (losses 'dr_grpo' and "
+                "'rloo' have the scale 'none')"
             )
         return self
 
@@ -98,6 +109,18 @@ class ClippedLoss(TokenLoss):
 
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
+    # The largest ratio of a token with a negative advantage, on which clip_high does not act (INTELLECT-2; TRL's
+    # delta): beyond it the token has no gradient. Null: no bound.
+    ratio_max: RatioMax | None = None
+
+    @model_validator(mode="after")
+    def _ratio_max_is_outside_of_the_clip(self) -> "ClippedLoss":
+        if self.ratio_max is not None and self.ratio_max <= 1.0 + self.clip_high:
+            raise ValueError(
+                f"ratio_max must be above 1 + clip_high, which is {1.0 + self.clip_high:g}: it is the bound of "
+                "answers with a negative advantage"
+            )
+        return self
 
 
 class Grpo(ClippedLoss):
@@ -127,6 +150,24 @@ class Dapo(ClippedLoss):
     type: Literal["dapo"] = "dapo"
     advantage_scale: Scale = "batch"
     clip_high: ClipHigh = 0.28
+
+
+class Dppo(TokenLoss):
+    """DPPO (arXiv 2602.04879): a token is left out if its probability, and not its ratio, has moved too far.
+
+    Both are relative to the sampler, so there is no `importance` beside it.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    advantage_scale: Scale = "none"
+    # How far a token has moved: its probability (tv), or the KL of "this token or another one" (kl).
+    divergence: Divergence = "tv"
+    # Bounds of the fall of a token with a negative advantage, and of the rise of one with a positive advantage. Auto:
+    # 0.2 for tv (prime-rl), 0.05 nats for kl (verl).
+    clip_low: Auto | ClipLow = "auto"
+    clip_high: Auto | ClipLow = "auto"
+    # Of (log pi - log pi_sampler)^2, which acts on each trained token (prime-rl's kl_tau).
+    log_ratio_penalty: Annotated[float, Field(ge=0, le=10)] = 1e-3
 
 
 class Cispo(TokenLoss):
@@ -196,28 +237,62 @@ class Ppo(TokenRewardLoss):
 
 
 LossGroup = Annotated[
-    Grpo | DrGrpo | Bnpo | Dapo | Cispo | Gspo | Rloo | ReinforcePlusPlus | Ppo, Field(discriminator="type")
+    Grpo | DrGrpo | Bnpo | Dapo | Dppo | Cispo | Gspo | Rloo | ReinforcePlusPlus | Ppo,
+    Field(discriminator="type"),
 ]
 
 
 # Corrections of the mismatch between the probabilities of sampler and trainer.
 
 
-class Truncate(Value):
-    """Weights of the tokens are cut off at the cap."""
+class AnyImportance(Value):
+    """The fields that every correction has."""
+
+    # DeepSeek-V3.2's off-policy mask (arXiv 2512.02556, eq. 9): an answer with a negative advantage is left out once
+    # the policy finds its tokens less likely than the sampler by more than this, in nats a token, on average. 0: never.
+    off_policy_threshold: float = Field(default=0.0, ge=0, le=20)
+
+
+class Correction(AnyImportance):
+    """Weights pi_old / pi_sampler: of each token, or of an answer, which is the product of those of its tokens."""
+
+    cap: ImportanceCap = 2.0
+    level: ImportanceLevel = "token"
+    # Answers to leave out by the mean over their tokens, whatever their length: the geometric mean of the weights, or
+    # the mean of the k3 estimate of KL(sampler || trainer). Null: none.
+    reject: Rejection | None = None
+    # Bounds of the geometric mean. Auto: 0.99 and 1.01. With k3 reject_high is the largest KL, in nats a token.
+    reject_low: Auto | Annotated[float, Field(ge=0, lt=1)] = "auto"
+    reject_high: Auto | Annotated[float, Field(gt=0, le=100)] = "auto"
+
+    @model_validator(mode="after")
+    def _bounds_fit_the_rejection(self) -> "Correction":
+        if self.reject is None and (self.reject_low, self.reject_high) != ("auto", "auto"):
+            raise ValueError("reject_low and reject_high need reject, 'geometric' or 'k3'")
+        if self.reject == "k3" and self.reject_low != "auto":
+            raise ValueError("reject_low has no effect with reject 'k3', which is never negative")
+        if self.reject == "k3" and self.reject_high == "auto":
+            raise ValueError("reject 'k3' needs reject_high, the largest KL of an answer in nats a token")
+        if self.reject == "geometric" and self.reject_high != "auto" and self.reject_high <= 1:
+            raise ValueError("reject_high must be above 1 with reject 'geometric': equal policies have 1")
+        return self
+
+
+class Truncate(Correction):
+    """Weights are cut off at the cap."""
 
     type: Literal["truncate"] = "truncate"
-    cap: ImportanceCap = 2.0
 
 
-class Mask(Value):
-    """Tokens with a weight outside of 1/cap to cap are left out of the loss."""
+class Mask(Correction):
+    """Tokens, or answers, with a weight outside of floor to cap are left out of the loss."""
 
     type: Literal["mask"] = "mask"
-    cap: ImportanceCap = 2.0
+    # Auto: 1/cap. 0: no lower bound.
+    floor: Auto | Annotated[float, Field(ge=0, lt=1)] = "auto"
 
 
-class NoImportance(Value):
+class NoImportance(AnyImportance):
     """No weights: the ratio of the loss is relative to the sampler."""
 
     type: Literal["none"] = "none"
@@ -334,15 +409,23 @@ class Sampling(TemplateChoice):
     order: PromptOrder = "shuffled"
 
 
+class Length(Value):
+    """A penalty on long answers, scaled by how often their prompt is answered right. Without this group: none."""
+
+    type: Literal["pass_rate"] = "pass_rate"
+    # An answer's reward less weight x mean reward of its group x its length / the longest of the group (prime-rl).
+    weight: float = Field(default=0.25, gt=0, le=10)
+
+
 class Kl(Value):
     """A penalty on the KL divergence to a reference model. Without this group its computation is skipped."""
 
     # Factor of the penalty in the loss, or in the reward of each token with losses 'reinforce_plus_plus' and
     # 'ppo'. Required.
     weight: float = Field(gt=0, le=10)
-    # The unbiased estimator k1, or k3, which has less variance and is never negative; k1_plain (the log-ratio) and
-    # k3_plain (DeepSeekMath's penalty) are without the ratio of the policies. Auto: k3, or k1 where the KL is part of
-    # the reward.
+    # The unbiased estimator k1, or k3, which has less variance and is never negative; k2 (half the squared log-ratio),
+    # k1_plain (the log-ratio) and k3_plain (DeepSeekMath's penalty) are without the ratio of the policies. Auto: k3, or
+    # k1 where the KL is part of the reward.
     estimator: Auto | KlEstimator = "auto"
     # Steps in which the weight rises in a line; it is reached at this step. 0: from the first step on.
     warmup_steps: int = Field(default=0, ge=0)
@@ -374,6 +457,9 @@ class Optimizer(AnyOptimizer):
     updates_per_batch: int = Field(default=1, ge=1, le=16)
     # Parts into which the groups of a step are divided, with an optimizer step for each.
     mini_batches: int = Field(default=1, ge=1, le=64)
+    # Whether a job whose model has certainly collapsed continues, once, from its last healthy checkpoint at a third of
+    # the learning rate. False: it continues from where it is, with the warning.
+    rollback: bool = True
 
 
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$")]

@@ -14,24 +14,32 @@ from pydantic import (
 
 from core import chat_templates
 from core.jobs.hyperparameter_groups import (
+    WITHOUT_STD,
     Auto,
+    Correction,
     Dapo,
+    Divergence,
+    Dppo,
     Evaluation,
     Importance,
     ImportanceGroup,
+    ImportanceLevel,
     Kl,
     KlEstimator,
     LearningRateSchedule,
+    Length,
     Lora,
     LoraTargets,
     Loss,
     LossGroup,
+    NoImportance,
     Normalize,
     OnPolicy,
     Optimizer,
     Overlong,
     OverlongGroup,
     PromptOrder,
+    Rejection,
     SampledHyperparameters,
     Sampling,
     Scale,
@@ -62,6 +70,12 @@ NO_ENGINES_OF_ITS_OWN = (
 )
 
 
+PLAIN_K1 = (
+    "kl.estimator 'k1_plain' pulls towards the reference only by chance: the mean of its gradient is zero. Use 'k1', "
+    "'k2' or 'k3'."
+)
+
+
 def _without_nulls(sent: Any) -> Any:
     """A null is the default, in a group and for a whole group, as for OpenAI's own hyperparameters."""
     if not isinstance(sent, Mapping):
@@ -73,6 +87,13 @@ def _without_nulls(sent: Any) -> Any:
         for name, group in sent.items()
         if group is not None
     }
+
+
+def _with_importance_of_the_loss(sent: Any) -> Any:
+    """Fill in the importance of a loss whose ratio is to the sampler: its default is `none`."""
+    loss = sent.get("loss") if isinstance(sent, Mapping) else None
+    is_dppo = isinstance(loss, Dppo) or (isinstance(loss, Mapping) and loss.get("type") == "dppo")
+    return {"importance": NoImportance(), **sent} if is_dppo else sent
 
 
 class Advanced(Value):
@@ -87,6 +108,8 @@ class Advanced(Value):
     importance: ImportanceGroup = Truncate()
     # Truncated answers: scored as usual, excluded from the loss, or penalized as they approach the limit.
     overlong: OverlongGroup = ScoreOverlong()
+    # Null or absent: the length of an answer does not count.
+    length: Length | None = None
     schedule: ScheduleGroup = OnPolicy()
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()
@@ -98,14 +121,15 @@ class Advanced(Value):
     @classmethod
     def _errors_at_their_paths(cls, sent: Any, handler: ModelWrapValidatorHandler["Advanced"]) -> "Advanced":
         try:
-            return handler(_without_nulls(sent))
+            return handler(_with_importance_of_the_loss(_without_nulls(sent)))
         except ValidationError as invalid:
             errors = [as_sent(error) for error in invalid.errors(include_url=False)]
             raise ValidationError.from_exception_data(invalid.title, errors) from None
 
     @model_validator(mode="after")
     def _groups_that_fit(self) -> "Advanced":
-        if self.schedule.type == "off_policy" and self.importance.type == "none":
+        is_uncorrected = self.importance.type == "none" and self.loss.type != "dppo"
+        if self.schedule.type == "off_policy" and is_uncorrected:
             raise ValueError("schedule.steps needs importance 'truncate' or 'mask'")
         if (
             self.schedule.type == "off_policy"
@@ -137,6 +161,53 @@ class Advanced(Value):
             if most == "auto" or self.overlong.buffer > most:
                 raise ValueError(
                     "overlong.buffer needs a sampling.max_completion_tokens that is at least as large"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _corrections_that_fit(self) -> "Advanced":
+        importance, optimizer = self.importance, self.optimizer
+        if self.loss.type == "dppo" and importance.type != "none":
+            raise ValueError(
+                f"importance '{importance.type}' cannot be combined with loss 'dppo', whose ratio is to the sampler: "
+                "leave importance out"
+            )
+        is_off_policy = self.schedule.type == "off_policy"
+        moves = is_off_policy or optimizer.updates_per_batch > 1 or optimizer.mini_batches > 1
+        if importance.off_policy_threshold and not moves:
+            raise ValueError(
+                "importance.off_policy_threshold needs schedule 'off_policy', or optimizer.updates_per_batch or "
+                "mini_batches above 1: otherwise each answer is from the policy that it updates"
+            )
+        if (
+            is_off_policy
+            and isinstance(importance, Correction)
+            and importance.reject == "geometric"
+            and "auto" in (importance.reject_low, importance.reject_high)
+        ):
+            raise ValueError(
+                "importance.reject 'geometric' needs reject_low and reject_high with schedule 'off_policy': the "
+                "automatic bounds are for answers of the current policy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_that_fit(self) -> "Advanced":
+        if self.length is not None and self.supervision == "process":
+            raise ValueError("length needs supervision 'outcome': steps have no pass rate")
+        scale = self.loss.advantage_scale
+        if scale not in ("mean", "each"):
+            return self
+        others = {
+            "supervision 'process'": self.supervision == "process",
+            "overlong 'soft'": self.overlong.type == "soft",
+            "length": self.length is not None,
+        }
+        for name, is_chosen in others.items():
+            if is_chosen:
+                raise ValueError(
+                    f"advantage_scale '{scale}' cannot be combined with {name}: it is of the scores that the grader "
+                    "gives an answer"
                 )
         return self
 
@@ -204,13 +275,16 @@ class Hyperparameters(SampledHyperparameters):
 
     @property
     def warnings(self) -> list[str]:
-        """One sentence for each accepted value without effect."""
+        """One sentence for each accepted value without effect, or with one that is not meant."""
+        kl = self.advanced.kl
+        plain = [PLAIN_K1] if kl is not None and kl.estimator == "k1_plain" else []
         if self.reasoning_effort == "default":
-            return []
+            return plain
         return [
+            *plain,
             f"reasoning_effort '{self.reasoning_effort}' has no effect on a model that does not reason. A model that "
             "does uses its chat template's own switch, or else limits its thoughts: see "
-            "hyperparameters.advanced.sampling.thinking_budget."
+            "hyperparameters.advanced.sampling.thinking_budget.",
         ]
 
 
@@ -253,14 +327,25 @@ class Resolved(Value):
     clip_low: float | None
     clip_high: float | None
     cispo_cap: float | None
+    ratio_max: float | None
+    divergence: Divergence | None
+    log_ratio_penalty: float
     importance: Importance
     importance_cap: float | None
+    importance_floor: float | None
+    importance_level: ImportanceLevel
+    importance_reject: Rejection | None
+    reject_low: float | None
+    reject_high: float | None
+    off_policy_threshold: float
+    length_weight: float
     kl: float
     kl_estimator: KlEstimator | None
     reference_refresh_steps: int
     max_grad_norm: float
     warmup_steps: int
     step_kl: float
+    rollback: bool
     chat_template: chat_templates.Name | None
     chat_template_kwargs: dict[str, bool | int | float | str]
     thinking_budget: int | None
@@ -280,6 +365,10 @@ class Resolved(Value):
     kl_warmup_steps: int
     # The most tokens of an episode of several calls, which follows from the job's tools. None: answers are one call.
     max_episode_tokens: int | None = None
+    # The weight of each part of a multi grader in its score, which follows from its formula, and the score of a part
+    # that failed. None: not used, or such an answer is not graded.
+    part_weights: dict[str, float] | None = None
+    part_invalid_grade: float | None = None
 
     @property
     def longest_answer(self) -> int:
@@ -295,6 +384,15 @@ class Resolved(Value):
     def has_reference(self) -> bool:
         """Whether the job compares its policy with the model that it started from."""
         return self.kl > 0 or self.stop_above_kl > 0
+
+    @property
+    def couples_importance(self) -> bool:
+        """Whether what corrects for the sampler is of whole answers, and not of single tokens."""
+        return (
+            self.importance_level == "answer"
+            or self.importance_reject is not None
+            or self.off_policy_threshold > 0
+        )
 
     @property
     def has_values(self) -> bool:
@@ -371,6 +469,12 @@ ELSEWHERE = COMMON_NAMES | {
     "ref_model_sync_steps": "reference_refresh_steps",
     "vllm_importance_sampling_correction": "importance",
     "vllm_importance_sampling_cap": "importance_cap",
+    "vllm_importance_sampling_clip_max": "importance_cap",
+    "vllm_importance_sampling_clip_min": "importance_floor",
+    "off_policy_mask_threshold": "off_policy_threshold",
+    "delta": "ratio_max",
+    "clip_ratio_c": "ratio_max",
+    "kl_tau": "log_ratio_penalty",
     "r": "lora_rank",
     "lora_r": "lora_rank",
     "target_modules": "lora_targets",
@@ -442,7 +546,8 @@ def resolve(
     waits = min(PLACES["value_warmup_steps"].value_in(advanced) or 0, total_steps - 1)
     automatic = {
         "kl_estimator": "k1" if isinstance(advanced.loss, TokenRewardLoss) else "k3",
-        "std": None if advanced.loss.advantage_scale == "none" else "population",
+        "std": None if advanced.loss.advantage_scale in WITHOUT_STD else "population",
+        **_automatic_bounds(advanced),
         "group_size": max(2, round(8 * _or(hyperparameters.compute_multiplier, 1.0))),
         "learning_rate": learning_rate,
         "value_learning_rate": learning_rate,
@@ -464,6 +569,22 @@ def resolve(
         train=advanced.train,
         **{name: automatic[name] if value == "auto" else value for name, value in requested.items()},
     )
+
+
+def _automatic_bounds(advanced: Advanced) -> dict[str, float | None]:
+    """Return the bounds of a loss and of its importance weights that the request leaves to their defaults."""
+    loss, importance = advanced.loss, advanced.importance
+    # prime-rl's and verl's; the classes of the other losses have theirs.
+    clip = {"tv": 0.2, "kl": 0.05}[loss.divergence] if isinstance(loss, Dppo) else None
+    is_geometric = isinstance(importance, Correction) and importance.reject == "geometric"
+    return {
+        "clip_low": clip,
+        "clip_high": clip,
+        "importance_floor": 1.0 / importance.cap if isinstance(importance, Correction) else None,
+        # SkyRL's, for the mean over an answer.
+        "reject_low": 0.99 if is_geometric else None,
+        "reject_high": 1.01 if is_geometric else None,
+    }
 
 
 def with_first_values(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:

@@ -1172,6 +1172,8 @@ class StepMetrics(BaseModel):
     """Mean of -log p over all sampled tokens, groups without signal included."""
     clip_fraction: float | None = None
     """Share of the trained tokens whose ratio was clipped."""
+    masked_fraction: float | None = None
+    """Share of the trained tokens that `importance` left out of the loss, as of another policy."""
     value_loss: float | None = None
     """Loss ppo: mean loss of the value head per trained token."""
     explained_variance: float | None = None

@@ -557,6 +557,23 @@ def test_process_supervision_needs_a_grader_that_gives_steps(
     assert accepted.status_code == 200
 
 
+@pytest.mark.parametrize(("formula", "says"), [("a + 2 * b", ""), ("a * b", "must be a weighted sum")])
+def test_the_parts_of_a_grader_are_normalized_only_if_they_are_added_up(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], formula: str, says: str
+) -> None:
+    exact = {"type": "string_check", "name": "e", "input": "x", "reference": "x", "operation": "eq"}
+    multi = {"type": "multi", "name": "m", "graders": {"a": exact, "b": exact}, "calculate_output": formula}
+    each = hyperparameters(advanced={"loss": {"type": "dapo", "advantage_scale": "each"}})
+
+    answer = api.post(JOBS, json=job_request(reinforcement=each | {"grader": multi}))
+    of_one_score = api.post(JOBS, json=job_request(reinforcement=each))
+
+    assert answer.status_code == (400 if says else 200)
+    assert says in answer.text
+    assert error(of_one_score) == (INSIDE, "invalid_value")
+    assert "a grader of the type 'multi' is needed" in of_one_score.text
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

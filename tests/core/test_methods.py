@@ -119,6 +119,7 @@ def test_the_multiplier_scales_the_automatic_learning_rate() -> None:
         ("dapo", "batch"),
         ("cispo", "batch"),
         ("gspo", "group"),
+        ("dppo", "none"),
     ],
 )
 def test_each_loss_brings_its_own_scale_of_advantages(loss: str, scale: str) -> None:
@@ -355,7 +356,7 @@ def test_the_default_reasoning_effort_warns_of_nothing() -> None:
         ("updates_per_batch", 17),
         ("std", "biased"),
         ("supervision", "steps"),
-        ("kl_estimator", "k2"),
+        ("kl_estimator", "k4"),
         ("importance", "token"),
         ("importance_cap", 1),
         ("cispo_cap", 0.2),
@@ -384,6 +385,28 @@ def test_an_advanced_hyperparameter_out_of_bounds_is_refused(field: str, value: 
         ({"overlap": True, "mini_batches": 2}, "schedule.overlap needs optimizer.mini_batches 1"),
         ({"overlong": "soft", "overlong_buffer": 10}, "needs a sampling.max_completion_tokens"),
         ({"overlong": "soft", "overlong_buffer": 11, "max_completion_tokens": 10}, "at least as large"),
+        (
+            {"loss": "dppo", "importance": "truncate"},
+            "importance 'truncate' cannot be combined with loss 'dppo'",
+        ),
+        ({"loss": "dppo", "ratio_max": 3.0}, "Extra inputs are not permitted"),
+        ({"ratio_max": 1.28}, "ratio_max must be above 1 \\+ clip_high, which is 1.28"),
+        ({"off_policy_threshold": 0.5}, "off_policy_threshold needs schedule 'off_policy'"),
+        ({"reject_high": 1.1}, "reject_low and reject_high need reject"),
+        ({"importance_reject": "k3"}, "reject 'k3' needs reject_high"),
+        ({"importance_reject": "k3", "reject_low": 0.1, "reject_high": 0.1}, "reject_low has no effect"),
+        ({"importance_reject": "geometric", "reject_high": 0.9}, "reject_high must be above 1"),
+        (
+            {"importance_reject": "geometric", "off_policy_steps": 1},
+            "needs reject_low and reject_high with schedule 'off_policy'",
+        ),
+        ({"importance": "none", "importance_level": "answer"}, "Extra inputs are not permitted"),
+        ({"importance": "truncate", "importance_floor": 0.5}, "Extra inputs are not permitted"),
+        ({"length_weight": 0.25, "supervision": "process"}, "length needs supervision 'outcome'"),
+        ({"advantage_scale": "mean", "std": "sample"}, "std has no effect with advantage_scale 'mean'"),
+        ({"advantage_scale": "mean", "overlong": "soft"}, "'mean' cannot be combined with overlong 'soft'"),
+        ({"advantage_scale": "each", "length_weight": 0.25}, "'each' cannot be combined with length"),
+        ({"advantage_scale": "each", "supervision": "process"}, "'each' cannot be combined with supervision"),
     ],
 )
 def test_a_knob_that_would_do_nothing_is_refused(advanced: dict[str, Any], says: str) -> None:
@@ -399,12 +422,28 @@ def test_a_knob_that_would_do_nothing_is_refused(advanced: dict[str, Any], says:
         {"kl": 0.1, "kl_estimator": "k1", "reference_refresh_steps": 5},
         {"supervision": "process", "overlong": "mask"},
         {"overlong": "soft", "overlong_buffer": 10, "max_completion_tokens": 10},
+        {
+            "loss": "dppo",
+            "divergence": "kl",
+            "importance": "none",
+            "off_policy_threshold": 0.5,
+            "off_policy_steps": 1,
+        },
+        {"importance": "mask", "importance_level": "answer", "importance_cap": 3.0, "importance_floor": 0.0},
+        {"importance_reject": "k3", "reject_high": 0.01, "length_weight": 0.25, "rollback": False},
     ],
 )
 def test_what_a_job_keeps_is_accepted_again_when_it_runs(advanced: dict[str, Any]) -> None:
     asked = ask(advanced)
 
     assert Hyperparameters.model_validate(asked.model_dump(mode="json")) == asked
+
+
+def test_the_plain_log_ratio_is_accepted_with_a_warning() -> None:
+    [warning] = ask({"kl": 0.1, "kl_estimator": "k1_plain"}).warnings
+
+    assert "the mean of its gradient is zero" in warning
+    assert ask({"kl": 0.1, "kl_estimator": "k2"}).warnings == []
 
 
 def test_several_greedy_answers_would_all_be_the_same() -> None:
@@ -485,6 +524,9 @@ OTHER_VALUES = {
     "clip_low": 0.1,
     "clip_high": 0.5,
     "cispo_cap": 3.0,
+    "ratio_max": 3.0,
+    "divergence": "kl",
+    "log_ratio_penalty": 0.01,
     "gae_lambda": 0.9,
     "gamma": 0.99,
     "value_clip": 0.5,
@@ -494,6 +536,13 @@ OTHER_VALUES = {
     "overlap": True,
     "importance": "mask",
     "importance_cap": 1.5,
+    "importance_floor": 0.0,
+    "importance_level": "answer",
+    "importance_reject": "geometric",
+    "reject_low": 0.9,
+    "reject_high": 1.1,
+    "off_policy_threshold": 0.5,
+    "length_weight": 0.5,
     "kl": 0.1,
     "kl_estimator": "k1",
     "kl_warmup_steps": 4,
@@ -501,6 +550,7 @@ OTHER_VALUES = {
     "max_grad_norm": 2.0,
     "warmup_steps": 5,
     "step_kl": 0.02,
+    "rollback": False,
     "learning_rate_schedule": "cosine",
     "chat_template": "plain",
     "chat_template_kwargs": {"enable_thinking": False},
@@ -512,6 +562,12 @@ OTHER_VALUES = {
 NEEDS = {
     "overlong_buffer": {"overlong": "soft", "max_completion_tokens": 200},
     "cispo_cap": {"loss": "cispo"},
+    "divergence": {"loss": "dppo"},
+    "log_ratio_penalty": {"loss": "dppo"},
+    "importance_floor": {"importance": "mask"},
+    "reject_low": {"importance_reject": "geometric"},
+    "reject_high": {"importance_reject": "geometric"},
+    "off_policy_threshold": {"updates_per_batch": 2},
     "continue_in_flight": {"off_policy_steps": 1},
     "gae_lambda": {"loss": "ppo"},
     "gamma": {"loss": "ppo"},
@@ -526,7 +582,7 @@ NEEDS = {
 
 choices = {
     "loss": st.sampled_from(
-        ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"]
+        ["grpo", "dr_grpo", "bnpo", "dapo", "dppo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"]
     ),
     "overlong": st.sampled_from(["score", "mask", "soft"]),
     "importance": st.sampled_from(["truncate", "mask", "none"]),

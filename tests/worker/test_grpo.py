@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from worker.training import grpo
+from worker.training.objective import Tokens, token_loss
+from worker.training.objectives.registry import OBJECTIVES
 
 
 def log(*values: float) -> torch.Tensor:
@@ -36,7 +38,9 @@ def test_the_upper_bound_may_be_wider_than_the_lower() -> None:
 def test_the_clip_silences_only_tokens_that_left_the_band_in_the_direction_of_gain() -> None:
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
 
-    clipped = grpo.was_clipped("dapo", log(1.5, 1.5, 0.5, 0.5), advantage, torch.zeros(4), (0.8, 1.28))
+    clipped = OBJECTIVES["dapo"](0.8, 1.28).clipped(
+        Tokens(log(1.5, 1.5, 0.5, 0.5), torch.zeros(4), advantage, torch.zeros(4))
+    )
 
     assert clipped.tolist() == [True, False, False, True]
 
@@ -99,14 +103,13 @@ def test_the_first_step_on_a_fresh_snapshot_has_no_loss_but_a_gradient() -> None
     advantage = torch.tensor([1.0] * 3 + [-1.0] * 3)
     weight = torch.tensor([1 / 6] * 6)
 
-    loss = grpo.loss(
+    loss = token_loss(
         logp,
         logp.detach(),
         advantage,
         weight,
         torch.tensor([0, 0, 0, 1, 1, 1]),
-        name="grpo",
-        bounds=(0.8, 1.2),
+        objective=OBJECTIVES["grpo"](0.8, 1.2),
         kl=0.04,
         kl_estimator="k3",
         ref_logp=logp.detach(),

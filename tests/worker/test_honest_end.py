@@ -110,6 +110,17 @@ def test_a_ruined_job_ends_worse_with_an_error_that_names_the_cause(bench: Bench
     assert sorted(rules) == ["below_base", "collapse", "rollback"]
 
 
+def test_a_ruined_job_without_rollback_goes_on_to_its_end_with_the_warning(bench: Bench) -> None:
+    advanced = {"group_size": 4, "optimizer": {"rollback": False}}
+    run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, advanced=advanced)
+
+    assert asyncio.run(run.train()) is RunOutcome.DONE
+
+    assert present(bench.job().verdict)["outcome"] == "worse"
+    rules = [data["rule"] for _, data in told(bench, "warn") if "rule" in data]
+    assert sorted(rules) == ["below_base", "collapse"]
+
+
 def test_a_model_that_did_not_move_makes_no_difference(bench: Bench) -> None:
     asyncio.run(trained(bench, trainer=IdleTrainer, chance=0.5).train())
 

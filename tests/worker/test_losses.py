@@ -19,6 +19,9 @@ from graders.types import ErrorKind, Grade
 from tests.hyperparameters import in_groups
 from tests.present import untyped
 from worker.training import grpo, policy_loss
+from worker.training.importance import weight as importance_weight
+from worker.training.objective import token_loss
+from worker.training.objectives.registry import OBJECTIVES
 from worker.types import Group, Prompt, Rollout
 
 LOSSES: list[Loss] = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -224,14 +227,13 @@ def ours(
     weight = torch.tensor([answer.weight for answer in answers], dtype=torch.float64).repeat_interleave(
         lengths
     )
-    loss = grpo.loss(
+    loss = token_loss(
         leaf[at],
         old,
         advantage,
-        weight * grpo.importance_weight(old, sampled, importance, cap),
+        weight * importance_weight(old - sampled, importance, cap, None if cap is None else 1 / cap),
         torch.arange(len(answers)).repeat_interleave(lengths),
-        name=name,
-        bounds=BOUNDS[name],
+        objective=OBJECTIVES[name](*BOUNDS[name]),
         kl=kl * divisor,  # as worker/training/gradient.py: all of it is divided in the end
         kl_estimator=estimator,
         ref_logp=ref,
@@ -465,14 +467,13 @@ def test_the_gradient_is_the_slope_of_the_loss(name: Loss, estimator: KlEstimato
     ref = old - 0.2
 
     def loss_at(parameters: torch.Tensor) -> torch.Tensor:
-        return grpo.loss(
+        return token_loss(
             toy(parameters),
             old,
             torch.tensor([0.7, 0.7, 0.7, -0.4]).double(),
             torch.tensor([0.1, 0.1, 0.1, 0.3]).double(),
             torch.tensor([0, 0, 0, 1]),
-            name=name,
-            bounds=BOUNDS[name],
+            objective=OBJECTIVES[name](*BOUNDS[name]),
             kl=0.1,
             kl_estimator=estimator,
             ref_logp=ref,
@@ -493,14 +494,18 @@ def test_the_gradient_is_the_slope_of_the_loss(name: Loss, estimator: KlEstimato
 def first_update(
     name: Loss, advantage: list[Any], lengths: list[Any]
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    weights = [grpo.token_weight(n, name) / grpo.normaliser(lengths, name, LONGEST) for n in lengths]
+    weights = [
+        OBJECTIVES[name].token_weight(n) / OBJECTIVES[name].normaliser(lengths, LONGEST) for n in lengths
+    ]
     counts = torch.tensor(lengths)
     logp = torch.linspace(-2, -0.5, sum(lengths), dtype=torch.float64, requires_grad=True)
     advantages, weight = (
         torch.tensor(values).double().repeat_interleave(counts) for values in (advantage, weights)
     )
     answer = torch.arange(len(lengths)).repeat_interleave(counts)
-    loss = grpo.loss(logp, logp.detach(), advantages, weight, answer, name=name, bounds=BOUNDS[name], kl=0.0)
+    loss = token_loss(
+        logp, logp.detach(), advantages, weight, answer, objective=OBJECTIVES[name](*BOUNDS[name]), kl=0.0
+    )
     [gradient] = torch.autograd.grad(loss, logp)
     return loss.item(), gradient, weight * advantages
 
@@ -531,14 +536,13 @@ def gradient_of(
     name: Loss, log_ratio: list[float], advantage: float, bounds: tuple[float, float]
 ) -> list[Any]:
     logp = torch.full((len(log_ratio),), -1.0, dtype=torch.float64, requires_grad=True)
-    loss = grpo.loss(
+    loss = token_loss(
         logp,
         logp.detach() - torch.tensor(log_ratio).double(),
         torch.full_like(logp, advantage),
         torch.ones_like(logp),
         torch.zeros(len(log_ratio), dtype=torch.int64),
-        name=name,
-        bounds=bounds,
+        objective=OBJECTIVES[name](*bounds),
     )
     return torch.autograd.grad(loss, logp)[0].tolist()
 
@@ -581,14 +585,13 @@ def test_the_plain_k3_is_deepseekmaths_as_printed() -> None:
     logp = torch.tensor([0.5], dtype=torch.float64).log().requires_grad_()
     ref = torch.tensor([0.25], dtype=torch.float64).log()
     one, first = torch.ones(1).double(), torch.tensor([0])
-    loss = grpo.loss(
+    loss = token_loss(
         logp,
         logp.detach(),
         one,
         one,
         first,
-        name="grpo",
-        bounds=(0.8, 1.2),
+        objective=OBJECTIVES["grpo"](0.8, 1.2),
         kl=0.04,
         kl_estimator="k3_plain",
         ref_logp=ref,
@@ -613,14 +616,13 @@ def test_the_plain_k1_is_the_log_ratio() -> None:
     weight = torch.tensor([0.5, 0.25, 0.25]).double()
 
     def loss_with(kl: float) -> torch.Tensor:
-        return grpo.loss(
+        return token_loss(
             logp,
             old,
             torch.tensor([1.0, -1.0, 0.5]).double(),
             weight,
             torch.tensor([0, 0, 1]),
-            name="grpo",
-            bounds=(0.8, 1.2),
+            objective=OBJECTIVES["grpo"](0.8, 1.2),
             kl=kl,
             kl_estimator="k1_plain",
             ref_logp=ref,
@@ -671,14 +673,16 @@ def played(
         if shuffled:
             flat = flat[torch.randperm(len(flat), generator=generator)]
         lengths = read.sum(1).tolist()
-        whole = grpo.normaliser(lengths, name, 3)
-        weight = torch.tensor([grpo.token_weight(n, name) / whole for n in lengths])
+        whole = OBJECTIVES[name].normaliser(lengths, 3)
+        weight = torch.tensor([OBJECTIVES[name].token_weight(n) / whole for n in lengths])
         answer, position = read.nonzero(as_tuple=True)
         old = None
         for _ in range(passes):
             logp = theta.log_softmax(-1)[position, draws[answer, position]]
             old = logp.detach() if old is None else old
-            loss = grpo.loss(logp, old, flat[answer], weight[answer], answer, name=name, bounds=BOUNDS[name])
+            loss = token_loss(
+                logp, old, flat[answer], weight[answer], answer, objective=OBJECTIVES[name](*BOUNDS[name])
+            )
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()

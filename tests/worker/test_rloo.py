@@ -11,6 +11,8 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from tests.hyperparameters import in_groups
 from tests.present import untyped
 from worker.training import grpo
+from worker.training.objective import Tokens, token_loss
+from worker.training.objectives.registry import OBJECTIVES
 
 
 def settings(**advanced: Any) -> Resolved:
@@ -69,7 +71,7 @@ def drawn(spread: float) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kl", [0.0, 0.2])
 def test_the_loss_is_that_of_a_loop_over_answers(spread: float, kl: float) -> None:
     drawn_M = drawn(spread)
-    loss = grpo.loss(**untyped(drawn_M), name="rloo", bounds=(0.8, 1.2), kl=kl, kl_estimator="k3")
+    loss = token_loss(**untyped(drawn_M), objective=OBJECTIVES["rloo"](0.8, 1.2), kl=kl, kl_estimator="k3")
 
     expected, first = 0.0, 0
     for length, advantage in zip(LENGTHS, ADVANTAGES, strict=True):
@@ -89,9 +91,9 @@ def test_the_loss_is_that_of_a_loop_over_answers(spread: float, kl: float) -> No
 def test_the_first_gradient_is_that_of_reinforce_without_a_division_by_the_length() -> None:
     drawn_M = drawn(0.0)
     drawn_M["weight"] = torch.full_like(
-        drawn_M["weight"], grpo.token_weight(6, "rloo") / grpo.normaliser(LENGTHS, "rloo", 9)
+        drawn_M["weight"], OBJECTIVES["rloo"].token_weight(6) / OBJECTIVES["rloo"].normaliser(LENGTHS, 9)
     )
-    loss = grpo.loss(**untyped(drawn_M), name="rloo", bounds=(0.8, 1.2))
+    loss = token_loss(**untyped(drawn_M), objective=OBJECTIVES["rloo"](0.8, 1.2))
 
     [gradient] = torch.autograd.grad(loss, drawn_M["logp"])
 
@@ -106,11 +108,13 @@ def test_an_answer_is_clipped_by_the_product_of_its_tokens_ratios() -> None:
     answer, advantage = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.float64)
     old = torch.zeros(4, dtype=torch.float64)
 
-    loss = grpo.loss(logp, old, advantage, torch.ones_like(old), answer, name="rloo", bounds=(0.8, 1.2))
+    loss = token_loss(
+        logp, old, advantage, torch.ones_like(old), answer, objective=OBJECTIVES["rloo"](0.8, 1.2)
+    )
     [gradient] = torch.autograd.grad(loss, logp)
 
     assert gradient.tolist() == pytest.approx([0, 0, -1, -1])
-    clipped = grpo.was_clipped("rloo", logp.detach(), advantage, answer, (0.8, 1.2))
+    clipped = OBJECTIVES["rloo"](0.8, 1.2).clipped(Tokens(logp.detach(), old, advantage, answer))
     assert clipped.tolist() == [True, True, False, False]
 
 

@@ -127,6 +127,13 @@ def test_the_rate_of_the_values_is_lowered_too() -> None:
     assert rates == {"learning_rate": pytest.approx(1e-4), "value_learning_rate": pytest.approx(1e-4)}
 
 
+def test_a_job_with_the_switch_off_is_not_rolled_back() -> None:
+    steps = History.of([StepMetrics.load(one) for one in COLLAPSED[: collapse() + 1]])
+    off = settings(advanced={"optimizer": {"rollback": False}})
+
+    assert rollback(steps, tuple, off, Thresholds()) is None
+
+
 def test_a_job_is_rolled_back_once_and_not_after_its_last_step() -> None:
     assert decided(COLLAPSED, collapse(), warned={RULE}) is None
     assert decided(COLLAPSED, settings().total_steps) is None

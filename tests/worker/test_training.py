@@ -22,6 +22,8 @@ from worker.model.policy import Policy, Route
 from worker.sampling import Sampling, grouped
 from worker.sampling.transformers import TransformersSampler, Wave, waves
 from worker.training import grpo, policy_loss
+from worker.training.objective import token_loss
+from worker.training.objectives.registry import OBJECTIVES
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
@@ -311,14 +313,13 @@ class TestUpdate:
 
         def loss_now() -> torch.Tensor:
             logp = trainer.loss.logprobs(tensors)
-            return grpo.loss(
+            return token_loss(
                 logp,
                 tensors.sampled_logp_M.double() + 0.1,
                 tensors.advantage_M.double(),
                 tensors.weight_M.double(),
                 tensors.answer_M,
-                name="dapo",
-                bounds=(0.1, 10),
+                objective=OBJECTIVES["dapo"](0.1, 10),
             )
 
         torch.autograd.backward(loss_now())

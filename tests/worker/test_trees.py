@@ -24,7 +24,10 @@ from worker.model.attention import Layout, block_mask, visible
 from worker.model.batch import Tensors, answers_of, in_rows, micro_batches, tensors_of
 from worker.model.policy import Policy, Route, load_base
 from worker.training import grpo
+from worker.training.importance import weight
 from worker.training.loss import Batch, KeptValues, StepValues
+from worker.training.objective import Tokens, token_loss
+from worker.training.objectives.registry import OBJECTIVES
 from worker.training.policy_loss import PolicyLoss, contribution_of, divisors, training_rewards
 from worker.training.teacher import PolicyTeacher
 from worker.types import NEW_ROOT, NO_ANSWER, Group, Node, Pack, Prompt, Rollout, TrainingSequence
@@ -405,14 +408,13 @@ def gradients_in_float64(policy: Policy, packs: list[Pack], name: Any) -> list[T
     hidden = policy.hidden(tensors.input_ids, tensors.position_ids, tensors.segment, tensors.seen_until)
     logits = policy.causal.get_output_embeddings()(hidden[tensors.row_M, tensors.column_M])
     logp = logits.log_softmax(-1).gather(-1, tensors.target_M[:, None])[:, 0]
-    loss = grpo.loss(
+    loss = token_loss(
         logp,
         tensors.sampled_logp_M.double(),
         tensors.advantage_M.double(),
         tensors.weight_M.double(),
         tensors.answer_M,
-        name=name,
-        bounds=(0.5, 2.0),
+        objective=OBJECTIVES[name](0.5, 2.0),
     )
     return list(torch.autograd.grad(loss, policy.trainable))
 
@@ -489,10 +491,14 @@ class TestNormalization:
 
         assert grpo.answer_mean(log_ratio, answer_M).exp().tolist() == pytest.approx([1.105171] * 5, abs=1e-6)
         assert grpo.answer_sum(log_ratio, answer_M).exp().tolist() == pytest.approx([1.648721] * 5, abs=1e-6)
-        silenced = grpo.was_clipped("gspo", log_ratio, torch.ones(5), answer_M, (0.8, 1.2))
+        silenced = OBJECTIVES["gspo"](0.8, 1.2).clipped(
+            Tokens(log_ratio, torch.zeros(5), torch.ones(5), answer_M)
+        )
         assert not silenced.any()
         by_turn = torch.tensor([0, 0, 0, 1, 1])
-        assert grpo.was_clipped("gspo", log_ratio, torch.ones(5), by_turn, (0.8, 1.2)).tolist() == [
+        assert OBJECTIVES["gspo"](0.8, 1.2).clipped(
+            Tokens(log_ratio, torch.zeros(5), torch.ones(5), by_turn)
+        ).tolist() == [
             False,
             False,
             False,
@@ -504,7 +510,7 @@ class TestNormalization:
         old, sampled = torch.tensor([-0.9, -2.3]), torch.tensor([-1.0, -2.0])
 
         def weights(kind: Any, cap: float) -> list[float]:
-            return [float(one) for one in grpo.importance_weight(old, sampled, kind, cap)]
+            return [float(one) for one in weight(old - sampled, kind, cap, 1 / cap)]
 
         assert weights("truncate", 2.0) == pytest.approx([1.105171, 0.740818], abs=1e-6)
         assert weights("mask", 1.25) == pytest.approx([1.105171, 0.0], abs=1e-6)

@@ -26,6 +26,8 @@ from tests.worker.rounding import assert_same_gradient
 from tests.worker.test_offline_training import conversations
 from worker.model.policy import Policy
 from worker.training import grpo, preference
+from worker.training.objective import token_loss
+from worker.training.objectives.registry import OBJECTIVES
 from worker.training.offline import OfflineTrainer
 from worker.training.preference import Pairs, pair_loss
 from worker.training.reward import bradley_terry
@@ -229,15 +231,16 @@ def test_rloo_is_that_of_trl(spread: float) -> None:
     answer, place = mask.nonzero(as_tuple=True)
     token = INPUT_IDS[answer, place]
     lengths = [int(length) for length in mask.sum(1)]
-    share = 1 / grpo.normaliser(lengths, "rloo", 9)
-    found = grpo.loss(
+    share = 1 / OBJECTIVES["rloo"].normaliser(lengths, 9)
+    found = token_loss(
         policy.logp[token],
         old[token],
         torch.tensor(advantages, dtype=torch.float64)[answer],
-        torch.tensor([share * grpo.token_weight(n, "rloo") for n in lengths], dtype=torch.float64)[answer],
+        torch.tensor([share * OBJECTIVES["rloo"].token_weight(n) for n in lengths], dtype=torch.float64)[
+            answer
+        ],
         answer,
-        name="rloo",
-        bounds=(0.8, 1.2),
+        objective=OBJECTIVES["rloo"](0.8, 1.2),
     )
 
     same(found, expected, policy.logp)

@@ -17,6 +17,8 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.response_format import stored_response_schema
 from core.results.lineage import Parent
 from core.tool_parsers import tool_parser_of, tools_problem
+from graders.spec import parse_grader
+from graders.weighted_sum import weighted_parts
 from worker.attempt import Attempt
 from worker.model import sizing
 from worker.model.adapters import adapter_targets
@@ -145,7 +147,15 @@ def resolve(job: Job, rows: Rows, base: BaseModel, teacher: TeacherModel | None)
         reasons=reasoning is not None and not reasoning.form.off,
     )
     resolved = continuing(with_effort(resolved, asked, reasoning), start_of_adapter(job, teacher))
-    return hyperparameters.with_first_values(resolved, job.resolved)
+    return with_parts(hyperparameters.with_first_values(resolved, job.resolved), job)
+
+
+def with_parts(resolved: Resolved, job: Job) -> Resolved:
+    """Add what the scale `each` needs to know of the job's multi grader."""
+    if resolved.advantage_scale != "each":
+        return resolved
+    weights, invalid_grade = weighted_parts(parse_grader(job.body["grader"]))
+    return resolved.model_copy(update={"part_weights": weights, "part_invalid_grade": invalid_grade})
 
 
 def start_of_adapter(job: Job, teacher: TeacherModel | None) -> Parent | None:

@@ -352,7 +352,7 @@ def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
 
 
 def _signal(groups_P: Sequence[Group], settings: Resolved) -> dict[str, float]:
-    kinds = Counter(policy_loss.signal(group, settings) for group in groups_P)
+    kinds = Counter(policy_loss.reported_signal(group, settings) for group in groups_P)
     return {
         f"groups_{kind}_share": kinds[kind] / len(groups_P)
         for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")

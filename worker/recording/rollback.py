@@ -24,11 +24,11 @@ def rollback(
         saved: returns the steps of the checkpoints; called only after a collapse.
 
     Returns:
-        None: the model has not collapsed, the job was rolled back before, or no step is left.
+        None: the model has not collapsed, the job was rolled back before or has `rollback` off, or no step is left.
     """
     steps = history.steps
     now = steps[-1].step
-    if RULE in history.warned or now >= settings.total_steps:
+    if not settings.rollback or RULE in history.warned or now >= settings.total_steps:
         return None
     found = {finding.rule: finding for finding in monitors.check(steps, thresholds)}
     if "collapse" not in found or not monitors.is_lost(steps):

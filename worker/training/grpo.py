@@ -1,14 +1,9 @@
-"""GRPO and its relatives as pure functions: rewards to advantages, log-probabilities to a loss.
+"""GRPO and its relatives as pure functions: rewards to advantages, and what objectives are made of.
 
-Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and 4.1.3), Dr. GRPO is arXiv 2503.20783,
-DAPO is arXiv 2503.14476 (eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071
-(eqs. 5-7), RLOO is arXiv 2402.14740, bnpo is the name TRL gave to its token mean over a local batch. The
-advantages of reinforce_plus_plus are in worker/training/token_rewards.py, those of ppo in worker/training/ppo.py.
+Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and 4.1.3), DAPO is arXiv 2503.14476 (eqs.
+8 and 13), RLOO is arXiv 2402.14740. The objective of each loss is in worker/training/objectives/, the advantages of
+reinforce_plus_plus are in worker/training/token_rewards.py, those of ppo in worker/training/ppo.py.
 docs/howto/training.md says when to use which.
-
-A token's part of the loss is a product: its weight in its answer (known with the answer), its advantage (known with
-the group, but for the std of the batch), and one number for the whole batch, `normaliser`. So a group's part of the
-gradient can be computed before the others are there, and all of it divided once (worker/training/trainer.py).
 """
 
 import statistics
@@ -20,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss, Normalize, Scale, Std
+from core.jobs.hyperparameter_groups import KlEstimator, Normalize, Scale, Std
 from core.rewards import all_equal, equal
 
 Signal = Literal["mixed", "all_zero", "all_one", "equal", "ungraded"]
@@ -66,11 +61,17 @@ def advantages(
     """Group-relative advantages (DeepSeekMath section 4.1.2), one for each answer, the same for all its tokens.
 
     Subtracts the group's mean, then divides by the std of the group (the paper) or of the batch (keeps easy and hard
-    prompts in proportion; see `batch_deviation`), or does not divide (Dr. GRPO).
+    prompts in proportion; see `batch_deviation`), by the mean (MaxRL, arXiv 2602.02710: 1 right answer of n gets n - 1,
+    and a group without success 0), or does not divide (Dr. GRPO).
     """
     centred_PG = [centred(rewards_G) for rewards_G in rewards_PG]
     if scale == "none":
         return centred_PG
+    if scale == "mean":
+        return [
+            _divided(values_G, statistics.fmean([r for r in rewards_G if r is not None] or [0.0]))
+            for values_G, rewards_G in zip(centred_PG, rewards_PG, strict=True)
+        ]
     assert std is not None, "a scale needs to know which std"
     if scale == "batch":
         by = batch_deviation(rewards_PG, std, normalize)
@@ -135,32 +136,6 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     return max(-1.0, min(0.0, (longest - buffer - length) / buffer))
 
 
-def token_weight(length: int, loss: Loss) -> float:
-    """Return the weight of each token of an answer of this length, before the loss is divided by `normaliser`.
-
-    grpo, gspo: 1 / length, the mean over the tokens of each answer. The others: 1, their sum; with rloo each token has
-    its part of the answer's objective (see `loss`).
-    """
-    return 1.0 / length if loss in ("grpo", "gspo") else 1.0
-
-
-def normaliser(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> float:
-    """Return the divisor of the sum over a batch, so that the loss of a step is one plain sum.
-
-    grpo, gspo, rloo: the answers. dapo, bnpo, cispo, reinforce_plus_plus, ppo: their tokens. dr_grpo: answers x the
-    longest answer allowed (a constant: no length bias). `lengths` are those of all answers that count in one optimizer
-    step (worker/training/policy_loss.py says which), whatever the micro-batches; a batch is in one process, so the
-    local batch of bnpo is the batch.
-    """
-    match loss:
-        case "grpo" | "gspo" | "rloo":
-            return float(len(lengths))
-        case "dr_grpo":
-            return float(len(lengths) * max_completion_tokens)
-        case "dapo" | "bnpo" | "cispo" | "reinforce_plus_plus" | "ppo":
-            return float(sum(lengths))
-
-
 def answer_mean(values: Tensor, answer: Tensor) -> Tensor:
     """The mean over the tokens of each answer, at each of its tokens. `answer` numbers the answers from 0."""
     sums = values.new_zeros(int(answer.max()) + 1).index_add(0, answer, values)
@@ -181,41 +156,10 @@ def surrogate(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> 
     return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
-def capped_likelihood(logp: Tensor, log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """CISPO's objective (MiniMax-M1 eq. 4): sg[clip(rho)] A log pi. The cap shrinks a token and never silences it."""
-    return log_ratio.exp().clamp(low, high).detach() * advantage * logp
-
-
-def was_clipped(
-    name: Loss, log_ratio: Tensor, advantage: Tensor, answer: Tensor, bounds: tuple[float, float]
-) -> Tensor:
-    """Which tokens the clip touched (bool).
-
-    It silences those whose ratio (for gspo and rloo that of their answer) left the band in the direction of gain; with
-    cispo it shrinks those above the cap.
-    """
-    low, high = bounds
-    if name in ("gspo", "rloo"):
-        log_ratio = (answer_mean if name == "gspo" else answer_sum)(log_ratio, answer)
+def left_band(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """Return which ratios left the band in the direction of gain (bool), where `surrogate` has no gradient."""
     ratio = log_ratio.exp()
-    if name == "cispo":
-        return ratio > high
     return ((ratio > high) & (advantage > 0)) | ((ratio < low) & (advantage < 0))
-
-
-def importance_weight(old_logp: Tensor, sampled_logp: Tensor, kind: Importance, cap: float | None) -> Tensor:
-    """What makes up for the sampler's probabilities not being the trainer's, for the same weights. No gradient.
-
-    truncate: min(pi_old / pi_sampler, cap), "TIS" (Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training"). mask: the same ratio, and 0 outside [1 / cap, cap] ("MIS", IcePop). none: 1.
-    """
-    if kind == "none":
-        return torch.ones_like(old_logp)
-    assert cap is not None
-    ratio = (old_logp - sampled_logp).detach().exp()
-    if kind == "truncate":
-        return ratio.clamp(max=cap)
-    return torch.where((ratio >= 1.0 / cap) & (ratio <= cap), ratio, 0.0)
 
 
 def distillation_advantages(logp: Tensor, teacher_logp: Tensor) -> Tensor:
@@ -261,11 +205,14 @@ def binary_kl(logp: Tensor, new_logp: Tensor) -> Tensor:
 def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
     """k1, k3: rho x the estimate, with the gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
     k3_plain: the estimate alone, as DeepSeekMath prints it (eqs. 3 and 4). k1_plain: the log-ratio alone (k1 of
-    Schulman, "Approximating KL divergence"), which PPO with a KL penalty and introductions to GRPO print.
+    Schulman, "Approximating KL divergence"), which PPO with a KL penalty and introductions to GRPO print. k2: half its
+    square, whose gradient is that of k1 with rho where rho is 1.
 
     The samples come from where rho is 1, so only the first has the KL's own gradient in the mean. That of a bare k1 is
     0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
     """
+    if estimator == "k2":
+        return 0.5 * kl_k1(logp, ref_logp) ** 2
     estimate = (kl_k1 if estimator in ("k1", "k1_plain") else kl_k3)(logp, ref_logp)
     return estimate if estimator in ("k1_plain", "k3_plain") else log_ratio.exp() * estimate
 
@@ -275,44 +222,6 @@ def kl_weight(weight: float, warmup_steps: int, steps_taken: int) -> float:
     learning rate does.
     """
     return weight * min(1.0, (steps_taken + 1) / warmup_steps) if warmup_steps else weight
-
-
-def loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantage: Tensor,
-    weight: Tensor,
-    answer: Tensor,
-    *,
-    name: Loss,
-    bounds: tuple[float, float],
-    kl: float = 0.0,
-    kl_estimator: KlEstimator | None = None,
-    ref_logp: Tensor | None = None,
-) -> Tensor:
-    """The part of the step's loss that these tokens make, to be minimised: micro-batches simply add up.
-
-    All tensors are flat, one entry a token. `bounds` are those of the ratio. For "gspo" and "rloo" no answer is in two
-    micro-batches; the other losses are sums over tokens, so the branches of an episode may be.
-    `kl` is the paper's beta and needs the estimator and `ref_logp`.
-    """
-    log_ratio = logp - old_logp
-    match name:
-        case "gspo":  # eqs. 5-7: the geometric mean of the tokens' ratios, clipped and differentiated as one
-            objective = surrogate(answer_mean(log_ratio, answer), advantage, *bounds)
-        case (
-            "rloo"
-        ):  # the product of the tokens' ratios; an answer's tokens share its objective in equal parts
-            whole = surrogate(answer_sum(log_ratio, answer), advantage, *bounds)
-            objective = whole / torch.bincount(answer)[answer]
-        case "cispo":
-            objective = capped_likelihood(logp, log_ratio, advantage, *bounds)
-        case "grpo" | "dr_grpo" | "bnpo" | "dapo" | "reinforce_plus_plus" | "ppo":
-            objective = surrogate(log_ratio, advantage, *bounds)
-    if kl > 0.0:
-        assert ref_logp is not None and kl_estimator is not None, "a KL penalty needs a reference"
-        objective = objective - kl * kl_penalty(logp, log_ratio, ref_logp, kl_estimator)
-    return -(weight * objective).sum()
 
 
 def signal(rewards_G: Sequence[float | None]) -> Signal:

@@ -29,6 +29,7 @@ class GradientSums:
     value_loss: float = 0.0
     tokens: int = 0
     clipped: float = 0.0
+    masked: float = 0.0  # tokens that the correction for the sampler leaves out
     entropy: float = 0.0
     kl: float = 0.0
     gap: float = 0.0

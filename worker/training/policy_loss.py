@@ -1,7 +1,8 @@
 """The loss of sampled answers with rewards: GRPO and its relatives, PPO, and distillation of sampled answers.
 
 First a graded group becomes a pack, whose answers have advantages and weights (`contribution_of`). Then the loss of a
-micro-batch of packs is computed (`PolicyLoss`). Formulas are in worker/training/grpo.py, token_rewards.py and ppo.py.
+micro-batch of packs is computed (`PolicyLoss`). Formulas are in worker/training/objectives/, grpo.py, token_rewards.py
+and ppo.py.
 """
 
 import math
@@ -14,19 +15,27 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
+from graders.types import Grade
 from worker.model import token_constraints
 from worker.model.batch import Tensors, answers_of, by_answer, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_and_entropy, predicting
 from worker.model.tree import sequence_of
 from worker.model.value_head import ValueHead
-from worker.training import grpo, ppo, token_rewards
+from worker.refusals import UserMistake
+from worker.training import grpo, importance, ppo, reward_shaping, token_rewards
 from worker.training.loss import Batch, GradientSums, KeptValues, Loss, StepValues
+from worker.training.objective import Tokens, token_loss
+from worker.training.objectives.registry import OBJECTIVES, objective_of
 from worker.training.sampler_gate import SamplerGap
 from worker.training.steps import ends_in_text, token_ends
 from worker.training.token_rewards import Moments, StepMoments
 from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues
+
+# Scales whose advantages are divided by a std of the whole batch.
+OF_BATCH = ("batch", "each")
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -54,6 +63,7 @@ def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupCo
     3.4, overlong filtering). Under a teacher, and with rewards of tokens, each token has its own advantage, so every
     answer is computed.
     """
+    objective = OBJECTIVES[settings.loss]
     keep_all = settings.kl > 0 or group.has_teacher or settings.has_token_rewards
     rewards_N, advantages_GT = _advantages(group, settings, decode)
     line = group.prompt.line
@@ -65,7 +75,7 @@ def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupCo
         if _counts(rollout, reward, settings)
     ]
     answers = tuple(
-        sequence_of(rollout, advantages_T, grpo.token_weight(rollout.sampled_tokens, settings.loss))
+        sequence_of(rollout, advantages_T, objective.token_weight(rollout.sampled_tokens))
         for rollout, advantages_T in counted
         if keep_all or any(advantages_T)
     )
@@ -121,8 +131,8 @@ def divisors(shares: Sequence[GroupContribution], settings: Resolved) -> tuple[f
     The second is 1 where the advantages have been divided already, or need not be. A penalty is not divided by it.
     """
     lengths = [length for share in shares for length in share.lengths]
-    whole = grpo.normaliser(lengths, settings.loss, settings.longest_answer)
-    if settings.advantage_scale != "batch" or settings.has_token_rewards:
+    whole = OBJECTIVES[settings.loss].normaliser(lengths, settings.longest_answer)
+    if settings.advantage_scale not in OF_BATCH or settings.has_token_rewards:
         return whole, 1.0
     assert settings.std is not None
     rewards_PN = [share.rewards_N for share in shares]
@@ -132,7 +142,7 @@ def divisors(shares: Sequence[GroupContribution], settings: Resolved) -> tuple[f
 def answer_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[AnswerSignal]]:
     """Return the advantages of all answers of a step, for reports: `contribution_of` and `divisors` made readable."""
     chosen = in_batch(
-        [(group.prompt.line, training_rewards(group, settings)) for group in groups_P], settings
+        [(group.prompt.line, compared_rewards(group, settings)) for group in groups_P], settings
     )
     batch = iter(
         _batch_signals([group for group, is_in in zip(groups_P, chosen, strict=True) if is_in], settings)
@@ -147,12 +157,13 @@ def answer_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[A
 
 def _batch_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[AnswerSignal]]:
     scale, std, normalize = settings.advantage_scale, settings.std, settings.normalize
+    scale = "batch" if scale == "each" else scale
     if settings.has_token_rewards:
         return [
             [AnswerSignal(None, (), _counts(*pair, settings)) for pair in _pairs(group)] for group in groups_P
         ]
     if settings.supervision == "outcome":
-        rewards_PG = [training_rewards(group, settings) for group in groups_P]
+        rewards_PG = [compared_rewards(group, settings) for group in groups_P]
         steps_PGJ: list[list[tuple[float, ...]]] = [[()] * len(group.rollouts_G) for group in groups_P]
         first_PG = (
             [grpo.leave_one_out(rewards_G) for rewards_G in rewards_PG]
@@ -176,16 +187,74 @@ def _batch_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[A
 
 
 def training_rewards(group: Group, settings: Resolved) -> list[float | None]:
-    """Return the rewards behind the advantages of a group: of its answers, with what `overlong` takes off, or of
+    """Return the rewards of a group in training: of its answers, with what `overlong` and `length` take off, or of
     their steps."""
     if settings.supervision == "process":
         return [step.score for grade in group.grades_G for step in grade.steps]
-    return [_shaped(*pair, settings) for pair in _pairs(group)]
+    fined_G = [_shaped(*pair, settings) for pair in _pairs(group)]
+    if not settings.length_weight:
+        return fined_G
+    lengths_G = [_length(rollout) for rollout in group.rollouts_G]
+    short_G = reward_shaping.shortened(group.rewards_G, lengths_G, settings.length_weight)
+    return [
+        None if reward is None or fined is None or short is None else fined + short - reward
+        for reward, fined, short in zip(group.rewards_G, fined_G, short_G, strict=True)
+    ]
+
+
+def compared_rewards(group: Group, settings: Resolved) -> list[float | None]:
+    """Return the numbers that become advantages: the training rewards, or with the scale `each` their normalized parts,
+    added up.
+
+    Raises:
+        UserMistake: the scale `mean` has a negative score.
+    """
+    rewards_N = training_rewards(group, settings)
+    if settings.advantage_scale == "mean" and any(reward is not None and reward < 0 for reward in rewards_N):
+        message = (
+            f"The grader gave an answer to line {group.prompt.line} a negative score, and loss.advantage_scale 'mean' "
+            "divides by the mean score of a prompt. Choose another scale, or have the grader give scores of at least 0."
+        )
+        raise UserMistake("invalid_value", message, param_of("reinforcement", "advantage_scale"))
+    if settings.advantage_scale != "each":
+        return rewards_N
+    assert settings.part_weights is not None and settings.std is not None, (
+        "worker/prepare/task.py sets the weights"
+    )
+    names, weights_K = [*settings.part_weights], [*settings.part_weights.values()]
+    scores_GK = [part_scores(grade, names, settings.part_invalid_grade) for grade in group.grades_G]
+    return reward_shaping.each_normalized(scores_GK, weights_K, settings.std)
+
+
+def part_scores(grade: Grade, names: Sequence[str], stand_in: float | None) -> list[float] | None:
+    """Return the scores of the parts of a multi grader with these names. None: the answer is not graded.
+
+    Args:
+        stand_in: the score of a part that failed.
+    """
+    if grade.score is None:
+        return None
+    scores = [grade.sub_grades[name].score for name in names]
+    known = [stand_in if score is None else score for score in scores]
+    return [score for score in known if score is not None] if None not in known else None
 
 
 def signal(group: Group, settings: Resolved) -> grpo.Signal:
-    """Return what the training rewards of a group teach: see `grpo.signal`."""
-    return grpo.signal(training_rewards(group, settings))
+    """Return what the training rewards of a group teach: see `grpo.signal`.
+
+    With the scale `each` a group has signal if a part varies, although the scores of its answers may be equal.
+    """
+    kind = grpo.signal(training_rewards(group, settings))
+    if settings.advantage_scale != "each" or kind == "ungraded":
+        return kind
+    if any(compared_rewards(group, settings)):
+        return "mixed"
+    return "equal" if kind == "mixed" else kind
+
+
+def reported_signal(group: Group, settings: Resolved) -> grpo.Signal:
+    """As `signal`, without what the length of answers adds: right answers of other lengths are all right."""
+    return signal(group, settings.model_copy(update={"length_weight": 0.0}))
 
 
 def _group_signals(
@@ -227,8 +296,8 @@ def _advantages(
         rewards_G = training_rewards(group, settings)
         lengths = [len(rollout.output_ids_T) for rollout in group.rollouts_G]
         return tuple(rewards_G), [(reward or 0.0,) * n for reward, n in zip(rewards_G, lengths, strict=True)]
-    scale = "none" if settings.advantage_scale == "batch" else settings.advantage_scale
-    rewards_N = training_rewards(group, settings)
+    scale = "none" if settings.advantage_scale in OF_BATCH else settings.advantage_scale
+    rewards_N = compared_rewards(group, settings)
     if settings.supervision == "outcome":
         if settings.loss == "rloo":
             advantages_G = grpo.leave_one_out(rewards_N)
@@ -254,10 +323,12 @@ def _shaped(rollout: Rollout, reward: float | None, settings: Resolved) -> float
     """Return the training reward. Reports show the grader's own reward."""
     if reward is None or settings.overlong_buffer is None:
         return reward
-    # Of an episode only sampled tokens are limited, which tokens that close a thought at its budget are not.
-    length = rollout.sampled_tokens if rollout.nodes else len(rollout.output_ids_T)
-    longest = settings.longest_answer
-    return reward + grpo.overlong_penalty(length, longest, settings.overlong_buffer)
+    return reward + grpo.overlong_penalty(_length(rollout), settings.longest_answer, settings.overlong_buffer)
+
+
+def _length(rollout: Rollout) -> int:
+    """Of an episode only sampled tokens are limited, which tokens that close a thought at its budget are not."""
+    return rollout.sampled_tokens if rollout.nodes else len(rollout.output_ids_T)
 
 
 def _by_step(
@@ -281,8 +352,11 @@ class PolicyLoss(Loss):
     def __init__(self, policy: Policy, settings: Resolved, *, response_schema: str = "") -> None:
         super().__init__(policy, has_reference=settings.has_reference)
         self._settings = settings
-        # These take a ratio, or a sum of rewards, over the tokens of a whole episode.
-        self.couples_calls = settings.loss in ("gspo", "rloo") or settings.has_token_rewards
+        self.objective = objective_of(settings)
+        # These take a ratio, a mean, or a sum of rewards, over the tokens of a whole episode.
+        self.couples_calls = (
+            self.objective.couples_calls or settings.has_token_rewards or settings.couples_importance
+        )
         self.response_schema = response_schema
         self.value_head: ValueHead | None = None
         if settings.value_weight is not None:
@@ -359,41 +433,48 @@ class PolicyLoss(Loss):
         sampled_M, answer_M = tensors.sampled_logp_M, tensors.answer_M
         # Without a correction the ratio is to the sampler's probabilities, so the clip also acts on their gap.
         old_M = batch.old_logp if settings.importance != "none" else sampled_M
-        importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
+        importance_M = importance.weights_of(old_M, sampled_M, answer_M, settings)
         advantage_M = (
             tensors.advantage_M if batch.normalized_advantage is None else batch.normalized_advantage
         )
         if tensors.teacher_logp_M is not None:
             advantage_M = grpo.distillation_advantages(batch.old_logp, tensors.teacher_logp_M)
         batch.used_advantage = advantage_M
-        loss = grpo.loss(
+        is_recent_M = self._is_recent(logp_M, sampled_M, advantage_M, answer_M)
+        loss = token_loss(
             logp_M,
             old_M,
-            advantage_M,
+            advantage_M * is_recent_M,
             tensors.weight_M * importance_M,
             answer_M,
-            name=settings.loss,
-            bounds=settings.ratio_bounds,
+            objective=self.objective,
             # A penalty in the reward is in the advantages already.
             kl=0.0 if settings.has_token_rewards else values.kl * values.std,
             kl_estimator=settings.kl_estimator,
             ref_logp=batch.ref_logp,
+            log_ratio_penalty=settings.log_ratio_penalty * values.std,
         )
         value_loss = self._value_loss(batch, value_M, tensors.weight_M)
         with torch.no_grad():
-            clipped = grpo.was_clipped(
-                settings.loss, logp_M - old_M, advantage_M, answer_M, settings.ratio_bounds
-            )
+            clipped = self.objective.clipped(Tokens(logp_M, old_M, advantage_M, answer_M))
             sums = GradientSums(
                 loss=loss.item(),
                 value_loss=value_loss.item(),
                 tokens=len(logp_M),
                 clipped=clipped.sum().item(),
+                masked=((importance_M == 0) | ~is_recent_M).sum().item(),
                 entropy=entropy_M.sum().item(),
                 kl=0.0 if batch.ref_logp is None else grpo.kl_k3(logp_M, batch.ref_logp).sum().item(),
             )
             sums += _gap_sums(batch.old_logp, sampled_M)
         return loss + value_loss, sums
+
+    def _is_recent(self, logp_M: Tensor, sampled_M: Tensor, advantage_M: Tensor, answer_M: Tensor) -> Tensor:
+        """Which tokens the off-policy mask keeps under the current policy."""
+        threshold = self.settings.off_policy_threshold
+        if not threshold:
+            return torch.ones_like(answer_M, dtype=torch.bool)
+        return importance.is_recent(logp_M, sampled_M, advantage_M, answer_M, threshold)
 
     def _value_loss(self, batch: Batch, value_M: Tensor | None, weight_M: Tensor) -> Tensor:
         """The sum over the tokens; 0 without a value head."""

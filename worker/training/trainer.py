@@ -161,6 +161,7 @@ class PeftTrainer:
             dropped_sequences=answers - trained,
             grad_norm=_mean(one.norm for one in taken),
             clip_fraction=total.clipped / total.tokens,
+            masked_fraction=total.masked / total.tokens,
             kl=total.kl / total.tokens if settings.kl > 0 else watched,
             kl_weight=kl_weight,
             **_of_first_pass(first),

@@ -1,0 +1,127 @@
+"""Steps of training with the options of other trainers, on a tiny model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.jobs.hyperparameters import Resolved
+from graders.types import Grade
+from tests.fakes import learn
+from tests.worker.test_training import asked
+from tests.worker.test_updates import MIXED, sampled
+from worker.model.policy import Policy
+from worker.training.trainer import PeftTrainer
+from worker.types import UpdateMetrics
+
+MakePolicy = Callable[..., Policy]
+
+
+def settings(advanced: dict[str, Any]) -> Resolved:
+    return asked({"step_kl": 0.0, "learning_rate": 0.01, **advanced})
+
+
+def stepped(
+    make_policy: MakePolicy, advanced: dict[str, Any], *, gap: float = 0.0
+) -> tuple[Policy, UpdateMetrics]:
+    """One step on answers whose sampler claims to have found each token likelier by `gap` nats."""
+    policy = make_policy(moved=True)
+    groups = [
+        replace(
+            group,
+            rollouts_G=tuple(
+                replace(one, logprobs_T=tuple(logprob + gap for logprob in one.logprobs_T))
+                for one in group.rollouts_G
+            ),
+        )
+        for group in sampled(policy, MIXED)
+    ]
+    return policy, learn(PeftTrainer(policy, settings(advanced), token_budget=512), groups)
+
+
+def distance(policy: Policy, other: Policy) -> float:
+    pairs = zip(policy.trainable, other.trainable, strict=True)
+    return max((one - two).abs().max().item() for one, two in pairs)
+
+
+def test_dppo_takes_the_step_of_dapo_without_a_std_on_the_policy_that_sampled(
+    make_policy: MakePolicy,
+) -> None:
+    dppo, update = stepped(make_policy, {"loss": "dppo", "importance": "none"})
+    dapo, _ = stepped(make_policy, {"loss": "dapo", "advantage_scale": "none"})
+
+    assert distance(dppo, dapo) < 1e-4
+    assert update.clip_fraction == 0.0
+
+
+def test_an_answer_beyond_its_bounds_does_not_move_the_policy(make_policy: MakePolicy) -> None:
+    rejects = {"importance_reject": "geometric", "reject_low": 0.9, "reject_high": 1.1}
+    near, moved = stepped(make_policy, rejects, gap=0.01)
+    far, still = stepped(make_policy, rejects, gap=0.5)
+
+    assert moved.masked_fraction == 0.0
+    assert moved.grad_norm
+    assert (still.masked_fraction, still.grad_norm) == (1.0, 0.0)
+    assert distance(far, make_policy(moved=True)) == 0.0
+    assert distance(near, far) > 0
+
+
+def test_the_weight_of_an_answer_is_that_of_all_its_tokens(make_policy: MakePolicy) -> None:
+    masks = {"importance": "mask", "importance_cap": 3.0, "importance_floor": 0.5}
+
+    by_token = stepped(make_policy, masks, gap=0.5)[1].masked_fraction
+    by_answer = stepped(make_policy, masks | {"importance_level": "answer"}, gap=0.5)[1].masked_fraction
+
+    assert by_token == 0.0
+    assert by_answer is not None
+    assert by_answer > 0.5
+
+
+def test_the_off_policy_mask_leaves_out_answers_of_another_policy_alone(make_policy: MakePolicy) -> None:
+    threshold = {"off_policy_threshold": 0.3, "updates_per_batch": 2, "learning_rate": 1e-6}
+
+    _, recent = stepped(make_policy, threshold)
+    _, stale = stepped(make_policy, threshold, gap=0.6)
+
+    assert recent.masked_fraction == 0.0
+    assert stale.masked_fraction is not None
+    assert 0.2 < stale.masked_fraction < 0.8  # those with an advantage stay
+
+
+def test_the_off_policy_mask_is_computed_again_for_each_update(make_policy: MakePolicy) -> None:
+    threshold = {"off_policy_threshold": 0.3, "updates_per_batch": 2, "learning_rate": 0.01}
+
+    _, update = stepped(make_policy, threshold)
+
+    assert update.masked_fraction is not None
+    assert update.masked_fraction > 0  # the first update has moved the policy
+
+
+@pytest.mark.parametrize(
+    "advanced",
+    [
+        {"loss": "dppo", "importance": "none", "divergence": "kl", "updates_per_batch": 2},
+        {"ratio_max": 2.0, "updates_per_batch": 2},
+        {"advantage_scale": "mean"},
+        {"length": {"weight": 0.25}},
+        {"kl": 0.1, "kl_estimator": "k2"},
+    ],
+    ids=str,
+)
+def test_a_step_has_a_gradient(make_policy: MakePolicy, advanced: dict[str, Any]) -> None:
+    assert stepped(make_policy, advanced)[1].grad_norm
+
+
+def test_each_part_of_a_grader_moves_the_policy(make_policy: MakePolicy) -> None:
+    """The scores of all answers are equal, and their parts are not."""
+    policy = make_policy(moved=True)
+    run = settings({"advantage_scale": "each"}).model_copy(update={"part_weights": {"a": 1.0, "b": 0.2}})
+    grades = tuple(Grade(1.0, sub_grades={"a": Grade(a), "b": Grade(1.0 - a)}) for a in (1.0, 0.0, 1.0, 0.0))
+    groups = [replace(group, grades_G=grades) for group in sampled(policy, MIXED)]
+
+    update = learn(PeftTrainer(policy, run, token_budget=512), groups)
+
+    assert update.grad_norm
+    assert torch.isfinite(torch.tensor(update.loss))
