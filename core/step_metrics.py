@@ -160,6 +160,24 @@ class StepMetrics(_Part):
         "nats",
         csv=True,
     )
+    full_valid_shadow_mean_reward: float | None = metric(
+        "With a shadow grader: mean score that it gives the validation answers.", csv=True
+    )
+    full_valid_shadow_unresponsive: float | None = metric(
+        "Share of the validation answers that the shadow grader could not grade."
+    )
+    full_valid_shadow_difference: float | None = metric(
+        "Score by the shadow grader less the base model's, paired by row.", csv=True
+    )
+    full_valid_shadow_difference_low: float | None = metric("Lower end of its 95 % interval.", csv=True)
+    full_valid_shadow_difference_high: float | None = metric("Upper end of its 95 % interval.", csv=True)
+    full_valid_shadow_shortfall: float | None = metric(
+        "Half of the gain of the training grader less the gain of the shadow grader, mean over rows.",
+        csv=True,
+    )
+    full_valid_shadow_shortfall_low: float | None = metric(
+        "Its lower bound, which holds at all validations of the job together with 95 % (docs/howto/signal.md)."
+    )
     valid_completion_tokens_mean: float | None = metric("Mean length of the validation answers.", "tokens")
     valid_truncated_share: float | None = metric(
         "Share of the validation answers that reached the token limit."

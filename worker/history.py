@@ -20,18 +20,25 @@ FIRST_STEPS = 10
 
 @dataclass
 class History:
-    """The steps so far. `base_scores` are the row scores of step 0, None before it or if they were not recorded."""
+    """The steps so far. `base_scores` are the row scores of step 0, None before it or if they were not recorded;
+    `base_shadow_scores` those by the shadow grader, None without one.
+    """
 
     steps: list[StepMetrics] = field(default_factory=list)
     base_scores: RowScores | None = None
     warned: set[str] = field(default_factory=set)  # the rules that have warned in this job
+    base_shadow_scores: RowScores | None = None
 
     @classmethod
     def of(
-        cls, recorded: Iterable[StepMetrics], base_scores: RowScores | None = None, warned: Iterable[str] = ()
+        cls,
+        recorded: Iterable[StepMetrics],
+        base_scores: RowScores | None = None,
+        warned: Iterable[str] = (),
+        base_shadow_scores: RowScores | None = None,
     ) -> "History":
         """What an attempt starts with."""
-        return cls([_shortened(step) for step in recorded], base_scores, set(warned))
+        return cls([_shortened(step) for step in recorded], base_scores, set(warned), base_shadow_scores)
 
     def add(self, step: StepMetrics, warned: Iterable[str] = ()) -> None:
         """One more recorded step, and the rules that warned in it."""

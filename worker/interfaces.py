@@ -118,6 +118,7 @@ class Recorder(Protocol):
         *,
         ahead: RemainingSteps,
         valid_scores: RowScores | None = None,
+        shadow_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
     ) -> bool:
         """Record one finished step. Returns whether the job must pause, because of its user or of its budget.
@@ -223,6 +224,7 @@ class StepDetails:
 
     stored: Sequence[GradedStep] = ()
     valid_scores: RowScores | None = None  # None: no answers were validated
+    shadow_scores: RowScores | None = None  # None: there is no shadow grader either
     findings: Sequence[Finding] = ()
 
 

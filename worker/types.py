@@ -257,6 +257,7 @@ class Group:
     prompt: Prompt
     rollouts_G: tuple[Rollout, ...]
     grades_G: tuple[Grade, ...]
+    shadow_G: tuple[Grade, ...] = ()  # of a validation, if the job has a shadow grader
 
     @property
     def rewards_G(self) -> list[float | None]:

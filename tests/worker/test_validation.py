@@ -52,6 +52,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
         backends: Backends = Backends.none(),
         response_format: Any = None,
         tools: Sequence[str] = (),
+        shadow: Mapping[str, Any] | None = None,
         stopping: threading.Event | None = None,
         **changes: Any,
     ) -> tuple[Job, list[WakeMessage] | None]:
@@ -75,6 +76,8 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
             job.body = {**job.body, "grader": dict(grader), "response_format": response_format}
+            if shadow is not None:
+                job.body |= {"shadow_grader": dict(shadow)}
             if tools:
                 job.body |= {"tools": [{"name": name, "server_url": "https://t.example"} for name in tools]}
         settings = Settings(data_dir=tmp_path, **changes)
@@ -126,6 +129,22 @@ def test_a_grader_of_calls_needs_a_row_that_has_tools(
     assert (job.status, wakes) == ("failed", [])
     assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.grader")
     assert "no row of the training file has tools" in job.error["message"]
+
+
+def test_a_shadow_grader_is_checked_as_the_grader_and_named_by_its_own_path(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
+) -> None:
+    job, _ = validate([GOOD], shadow=CALLS)
+
+    assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.shadow_grader")
+
+
+def test_a_shadow_grader_that_scores_all_replies_alike_warns(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
+) -> None:
+    validate([GOOD], shadow=GRADER | {"input": "same", "reference": "same"})
+
+    assert any(message.startswith("Shadow grader: ") for message in bench.events("warn"))
 
 
 def test_a_grader_of_episodes_needs_a_job_with_tools(

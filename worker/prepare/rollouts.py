@@ -22,6 +22,7 @@ from worker.prepare.training_plan import TrainingPlan
 from worker.recording.recorder import JobRecorder
 from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.reward_models import PolicyScores
+from worker.rollout.shadow import Shadow
 from worker.sampling import Sampler, choice
 from worker.sampling.placement import Placement
 from worker.sampling.transformers import TransformersSampler
@@ -64,6 +65,7 @@ def rollout_experience(
         thresholds=settings.warnings,
         ratio=ratio_of(plan.base.engines, plan.world),
         sampled=plan.attempt.sampled,
+        shadow=shadow_of(plan, task),
     )
 
 
@@ -173,6 +175,11 @@ def scorer_of(plan: TrainingPlan, task: PromptTask, policy: Policy, grader: Grad
         scores = PolicyScores(policy, loaded, plan.memory.token_budget, plan.beat)
     reader = None if task.tool_parser is None else CallReader.of(task.tool_parser, policy.tokenizer)
     return Rewards(grader, parse_json=bool(task.response_schema), models=scores, call_reader=reader)
+
+
+def shadow_of(plan: TrainingPlan, task: PromptTask) -> Shadow | None:
+    grader = plan.attempt.shadow_grader
+    return None if grader is None else Shadow(grader, parse_json=bool(task.response_schema))
 
 
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:

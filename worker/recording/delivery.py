@@ -1,5 +1,7 @@
 """The end of a run: select its checkpoint, compare it with the start, and warn of what is wrong with it."""
 
+from dataclasses import replace
+
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
@@ -7,7 +9,7 @@ from core.jobs.verdict import Verdict, counted
 from core.thresholds import Thresholds
 from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder
-from worker.recording import monitors
+from worker.recording import monitors, shadow
 from worker.recording.verdict import compare
 from worker.refusals import UserMistake
 
@@ -67,6 +69,7 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
         start=recorder.parent_model,
         held_out=recorder.is_held_out,
     )
+    verdict = replace(verdict, **shadow.differences(history.steps, step))
     if not verdict.below_base:
         recorder.judged(verdict, verdict.sentence(), level="info", data={})
         return verdict

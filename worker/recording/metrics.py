@@ -12,7 +12,7 @@ from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NOT_EXECUTED, StopReason
 from worker.history import Steps, first
-from worker.recording import passes
+from worker.recording import passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import policy_loss
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
@@ -49,12 +49,14 @@ def of_step(
     ahead_seconds: float | None = None,
     gpus: int = 1,
     base_scores: RowScores | None = None,
+    base_shadow_scores: RowScores | None = None,
     pass_score: float = 1.0,
 ) -> StepMetrics:
     """The metrics of a step. Step 0 is the validation of the base and has no training part.
 
     The metrics show each of `graders` by name; there are none if a teacher scores the answers.
-    `base_scores` are the row scores of step 0, with which a later validation is compared.
+    `base_scores` are the row scores of step 0, with which a later validation is compared, and `base_shadow_scores`
+    those by the shadow grader.
     """
     splits = [("train", train_P)] if train_P else []
     if valid_P is not None:
@@ -69,6 +71,9 @@ def of_step(
         data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
     if valid_P is not None and base_scores is not None:
         data |= _against_base(base_scores, valid_P)
+    if valid_P is not None:
+        scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
+        data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
     if train_P and graders:
         data |= _signal(train_P, settings)
     if update is not None:

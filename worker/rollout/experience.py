@@ -17,7 +17,7 @@ from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
 from graders.run import grade_one
 from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
-from graders.types import ErrorKind, Grade, Grader, Sample
+from graders.types import ErrorKind, Grade, Grader
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
 from worker.gpu_ratio import RatioMeasurement
@@ -25,11 +25,13 @@ from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
 from worker.model.tool_calls import CallReader
 from worker.progress import PROGRESS
-from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
+from worker.recording import alerts, delivery, divergence, metrics, monitors, shadow, stopping
 from worker.recording.rollback import rollback
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
 from worker.rollout.prompts import PromptStream
+from worker.rollout.samples import sample_of
+from worker.rollout.shadow import Shadow
 from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
@@ -233,6 +235,7 @@ class RolloutExperience:
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
     ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
     sampled: SampledTokens = field(default_factory=SampledTokens)  # of the attempt
+    shadow: Shadow | None = None  # scores validations beside the grader
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -274,7 +277,8 @@ class RolloutExperience:
         )
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
-            return await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+            groups_P = await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+            return groups_P if self.shadow is None else await self.shadow.grade(groups_P)
 
     def measure(
         self,
@@ -297,6 +301,7 @@ class RolloutExperience:
             ahead_seconds=None if learned is None else self.collector.ahead_seconds,
             gpus=self.gpus,
             base_scores=history.base_scores,
+            base_shadow_scores=history.base_shadow_scores,
             pass_score=self.settings.eval_pass_score,
         )
 
@@ -324,7 +329,9 @@ class RolloutExperience:
         found = monitors.check([*history.steps, data.without_sections()], self.thresholds, history.warned)
         if learned is not None:
             found += monitors.alike_rewards(self._compared_rewards(learned.groups_P), history.warned)
-        return StepDetails(stored, None if validated is None else row_scores(validated), found)
+        if validated is None:
+            return StepDetails(stored, findings=found)
+        return StepDetails(stored, row_scores(validated), shadow.row_scores(validated), found)
 
     def _compared_rewards(self, train_P: Sequence[Group]) -> list[Sequence[float | None]]:
         """The rewards that the loss compares with each other, by group; none if it compares those of all groups."""
@@ -474,19 +481,7 @@ class Rewards:
         if rollout.episode is not None and rollout.episode.stop == "discarded":
             return Grade(None, f"the episode was discarded: {rollout.episode.problem}", ErrorKind.other_error)
         async with self._slots:
-            sample = Sample.from_text(
-                rollout.content, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
-            )
-            if (episode := rollout.episode) is not None:
-                sample = replace(
-                    sample, messages=episode.messages, stop=episode.stop, trace_id=episode.trace_id
-                )
-            sample = replace(
-                sample,
-                model_scores=of_models,
-                output_tools=rollout.tool_calls,
-                output_tools_error="" if rollout.parsed is None else rollout.parsed.error,
-            )
+            sample = sample_of(rollout, parse_json=self.parse_json, model_scores=of_models)
             return await grade_one(self.grader, sample, prompt.item)
 
 
