@@ -235,6 +235,20 @@ class StepMetrics(_Part):
     groups_equal_share: float | None = metric(
         "Share of the groups in which all rewards are another equal number."
     )
+    length_reward_correlation: float | None = metric(
+        "Correlation of length and reward among the answers to one prompt, over all groups with signal.",
+        csv=True,
+    )
+    length_reward_z: float | None = metric(
+        "The same times the root of its degrees of freedom: about normal, with variance 1, without a relation."
+    )
+    copied_prompt_share: float | None = metric(
+        "Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt.",
+        csv=True,
+    )
+    repeated_tokens_share: float | None = metric(
+        "Share of the runs of 4 tokens in an answer that occurred before in it.", csv=True
+    )
     groups_ungraded_share: float | None = metric("Share of the groups with fewer than two graded answers.")
 
     loss: float | None = metric("Loss of the update, mean over the trained tokens.", csv=True)

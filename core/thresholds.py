@@ -25,5 +25,16 @@ class Thresholds(BaseModel):
     shadow_divergence: float | None = Field(default=0.05, ge=0)
     # Shadow ungraded: more than this share of the validation answers has no shadow score.
     shadow_ungraded: float | None = Field(default=0.5, ge=0, le=1)
+    # One-sided gain: a part of the grader has risen by this, and no other has.
+    part_gain: float | None = Field(default=0.1, ge=0)
+    # Length is rewarded: answers are 1.5 times as long as in step 1, and this is exceeded by the correlation of length
+    # and score.
+    length_reward: float | None = Field(default=0.5, ge=0, le=1)
+    # Copied prompts: the share of answers that are copies of their prompt has risen by this.
+    copied_prompt: float | None = Field(default=0.3, ge=0, le=1)
+    # Repetition: the share of repeated runs of tokens has risen by this.
+    repetition: float | None = Field(default=0.3, ge=0, le=1)
+    # Validation falls: it is lower than its best by this, by more than chance, while training reward has risen.
+    validation_fall: float | None = Field(default=0.0, ge=0)
     # Inert part: a part of the grader gave all answers of this many first steps the same score.
     inert_steps: int | None = Field(default=3, ge=1, le=10)

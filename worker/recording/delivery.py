@@ -1,7 +1,5 @@
 """The end of a run: select its checkpoint, compare it with the start, and warn of what is wrong with it."""
 
-from dataclasses import replace
-
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
@@ -69,7 +67,7 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
         start=recorder.parent_model,
         held_out=recorder.is_held_out,
     )
-    verdict = replace(verdict, **shadow.differences(history.steps, step))
+    verdict = shadow.with_shadow(verdict, history.steps)
     if not verdict.below_base:
         recorder.judged(verdict, verdict.sentence(), level="info", data={})
         return verdict

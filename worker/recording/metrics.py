@@ -12,7 +12,7 @@ from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NOT_EXECUTED, StopReason
 from worker.history import Steps, first
-from worker.recording import passes, shadow
+from worker.recording import answer_statistics, passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import policy_loss
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
@@ -75,7 +75,7 @@ def of_step(
         scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
     if train_P and graders:
-        data |= _signal(train_P, settings)
+        data |= _signal(train_P, settings) | answer_statistics.of_answers(train_P)
     if update is not None:
         data |= _update(update)
     data |= _staleness(step, train_P)

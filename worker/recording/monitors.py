@@ -3,15 +3,19 @@
 Each rule documents its inputs: a few of the first steps and up to seven of the last.
 """
 
+import logging
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 from core.jobs.verdict import Verdict
 from core.rewards import EQUAL, all_equal
 from core.thresholds import Thresholds
 from worker.history import Steps, first, last, reward_unit
+from worker.recording import gaming
+from worker.recording.gaming import Found
 from worker.types import Finding
+
+log = logging.getLogger(__name__)
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
 # `kl` is measured on one pack a step. In healthy runs of the demo it jumps by 1.5 nats for two steps at the start, and
@@ -34,7 +38,12 @@ def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) ->
         bound = getattr(thresholds, threshold)
         if bound is None or name in warned:
             continue
-        if (found := rule(steps, bound)) is not None:
+        try:
+            found = rule(steps, bound)
+        except Exception:  # what is wrong with a rule must not end a run
+            log.exception("the rule %s failed at step %d", name, steps[-1].step)
+            continue
+        if found is not None:
             message, data = found
             findings.append(Finding(name, message, {**data, "threshold": bound}))
     return findings
@@ -163,9 +172,6 @@ def _replayed(steps: Steps, thresholds: Thresholds) -> Iterator[Finding]:
         for finding in check(steps[:end], thresholds, warned):
             warned.add(finding.rule)
             yield finding
-
-
-Found = tuple[str, dict[str, Any]]
 
 
 def _collapse(steps: Steps, share: float) -> Found | None:
@@ -400,6 +406,11 @@ _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "truncation": (_truncation, "truncated_share"),
     "length_inflation": (_length_inflation, "length_factor"),
     "inert_part": (_inert_part, "inert_steps"),
+    "one_sided_gain": (gaming.one_sided_gain, "part_gain"),
+    "length_reward": (gaming.length_reward, "length_reward"),
+    "copied_prompt": (gaming.copied_prompt, "copied_prompt"),
+    "repetition": (gaming.repetition, "repetition"),
+    "validation_falls": (gaming.validation_falls, "validation_fall"),
     "shadow_divergence": (_shadow_divergence, "shadow_divergence"),
     "shadow_ungraded": (_shadow_ungraded, "shadow_ungraded"),
 }

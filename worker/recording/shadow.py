@@ -1,8 +1,10 @@
 """Whether the shadow grader shares the gain that the training grader sees. Pure functions; `_N` is the axis of rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
+from core.jobs.verdict import Verdict
 from core.statistics import sequential_low
 from worker.history import Steps
 from worker.recording.verdict import compare, row_means
@@ -58,16 +60,17 @@ def of_validation(
     return data
 
 
-def differences(steps: Steps, step: int) -> dict[str, float | None]:
-    """The fields of the verdict on the model of this step that the shadow grader gives; empty without one."""
-    validated = next((one for one in steps if one.step == step), None)
+def with_shadow(verdict: Verdict, steps: Steps) -> Verdict:
+    """The verdict with the difference by the shadow grader, if the validation of its step has one."""
+    validated = next((one for one in steps if one.step == verdict.step), None)
     if validated is None:
-        return {}
-    return {
-        "shadow_difference": validated.full_valid_shadow_difference,
-        "shadow_ci_low": validated.full_valid_shadow_difference_low,
-        "shadow_ci_high": validated.full_valid_shadow_difference_high,
-    }
+        return verdict
+    return replace(
+        verdict,
+        shadow_difference=validated.full_valid_shadow_difference,
+        shadow_ci_low=validated.full_valid_shadow_difference_low,
+        shadow_ci_high=validated.full_valid_shadow_difference_high,
+    )
 
 
 def _gains(base_N: RowScores, now_N: RowScores) -> list[float | None]:

@@ -326,7 +326,7 @@ class RolloutExperience:
             stored.append(GradedStep("train", groups_P, signals_PG, own=own, tokens=tokens))
         if validated is not None:
             stored.append(GradedStep("valid", validated))
-        found = monitors.check([*history.steps, data.without_sections()], self.thresholds, history.warned)
+        found = monitors.check(history.with_newest(data), self.thresholds, history.warned)
         if learned is not None:
             found += monitors.alike_rewards(self._compared_rewards(learned.groups_P), history.warned)
         if validated is None:
