@@ -178,6 +178,15 @@ class StepMetrics(_Part):
     full_valid_shadow_shortfall_low: float | None = metric(
         "Its lower bound, which holds at all validations of the job together with 95 % (docs/howto/signal.md)."
     )
+    judge_drift: float | None = metric(
+        "With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which are graded "
+        "again at each validation.",
+        csv=True,
+    )
+    judge_drift_low: float | None = metric(
+        "Its lower bound, which holds at all validations of the job together with 95 %."
+    )
+    judge_drift_high: float | None = metric("Its upper bound.")
     valid_completion_tokens_mean: float | None = metric("Mean length of the validation answers.", "tokens")
     valid_truncated_share: float | None = metric(
         "Share of the validation answers that reached the token limit."

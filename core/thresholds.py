@@ -25,6 +25,8 @@ class Thresholds(BaseModel):
     shadow_divergence: float | None = Field(default=0.05, ge=0)
     # Shadow ungraded: more than this share of the validation answers has no shadow score.
     shadow_ungraded: float | None = Field(default=0.5, ge=0, le=1)
+    # Judge drift: the same answers have other scores than at the start, by more than this.
+    judge_drift: float | None = Field(default=0.05, ge=0)
     # One-sided gain: a part of the grader has risen by this, and no other has.
     part_gain: float | None = Field(default=0.1, ge=0)
     # Length is rewarded: answers are 1.5 times as long as in step 1, and this is exceeded by the correlation of length

@@ -175,6 +175,30 @@ def test_rows_with_the_messages_of_a_training_row_and_other_tools_are_held_out(
 
 
 @pytest.mark.parametrize(
+    ("train", "valid", "similar"),
+    [
+        ("What is 2.5 - 1?", "what  is 2.5 - 1", True),
+        ('Say "no", please.', "Say no please", True),
+        ("What is 2.5 - 1?", "What is 25 - 1?", False),
+        ("What is 4 * 2?", "What is 4 / 2?", False),
+    ],
+)
+def test_validation_rows_that_repeat_a_training_row_in_other_letters_are_counted(
+    bench: Bench,
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+    train: str,
+    valid: str,
+    similar: bool,
+) -> None:
+    rows = [[{"messages": [{"role": "user", "content": text}], "answer": "a"}] for text in (train, valid)]
+
+    validate(*rows)
+
+    warned = [one for one in bench.events("warn") if "and 1 more differ from one only in case, spaces" in one]
+    assert bool(warned) is similar
+
+
+@pytest.mark.parametrize(
     ("train", "valid", "tools", "param", "problem"),
     [
         ([GOOD, GOOD | TOOLS], [HELD_OUT], ["blue"], "training_file", "Line 2 has the function 'red'"),

@@ -175,6 +175,21 @@ def _score(step: StepMetrics, place: int) -> tuple[float, float] | None:
     return None if mean is None or spread is None else (mean, abs(mean) + spread)
 
 
+def judge_drift(steps: Steps, bound: float) -> Found | None:
+    """The grader's judge gives the same answers other scores than at the start. Reads the last validation.
+
+    Its bounds pay for all validations of the job (worker/rollout/anchors.py).
+    """
+    drift, low, high = steps[-1].judge_drift, steps[-1].judge_drift_low, steps[-1].judge_drift_high
+    if drift is None or low is None or high is None or (low <= bound and high >= -bound):
+        return None
+    return (
+        f"Judge drift: the scores of the same answers have changed by {drift:+.2f} (mean) since the first validation. "
+        "Rewards before and after cannot be compared: pin the version of the judge's model.",
+        {"judge_drift": drift, "low": low, "high": high},
+    )
+
+
 def validation_falls(steps: Steps, bound: float) -> Found | None:
     """Training reward has risen since the best validation, and validation has fallen from it by more than chance.
 

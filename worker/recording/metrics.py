@@ -50,6 +50,7 @@ def of_step(
     gpus: int = 1,
     base_scores: RowScores | None = None,
     base_shadow_scores: RowScores | None = None,
+    judge_drift: Mapping[str, float | None] | None = None,
     pass_score: float = 1.0,
 ) -> StepMetrics:
     """The metrics of a step. Step 0 is the validation of the base and has no training part.
@@ -73,6 +74,7 @@ def of_step(
         data |= _against_base(base_scores, valid_P)
     if valid_P is not None:
         scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
+        data |= judge_drift or {}
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
     if train_P and graders:
         data |= _signal(train_P, settings) | answer_statistics.of_answers(train_P)

@@ -410,6 +410,7 @@ _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "length_reward": (gaming.length_reward, "length_reward"),
     "copied_prompt": (gaming.copied_prompt, "copied_prompt"),
     "repetition": (gaming.repetition, "repetition"),
+    "judge_drift": (gaming.judge_drift, "judge_drift"),
     "validation_falls": (gaming.validation_falls, "validation_fall"),
     "shadow_divergence": (_shadow_divergence, "shadow_divergence"),
     "shadow_ungraded": (_shadow_ungraded, "shadow_ungraded"),

@@ -8,7 +8,7 @@ groups at once.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from worker.recording import alerts, delivery, divergence, metrics, monitors, sh
 from worker.recording.rollback import rollback
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
+from worker.rollout.anchors import JudgeAnchors
 from worker.rollout.prompts import PromptStream
 from worker.rollout.samples import sample_of
 from worker.rollout.shadow import Shadow
@@ -236,6 +237,8 @@ class RolloutExperience:
     ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
     sampled: SampledTokens = field(default_factory=SampledTokens)  # of the attempt
     shadow: Shadow | None = None  # scores validations beside the grader
+    anchors: JudgeAnchors | None = None  # if the grader has a judge
+    drift: Mapping[str, float | None] = field(default_factory=dict, init=False)  # of the newest validation
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -278,6 +281,8 @@ class RolloutExperience:
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
             groups_P = await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+            if self.anchors is not None:
+                self.drift = await self.anchors.drift(groups_P)
             return groups_P if self.shadow is None else await self.shadow.grade(groups_P)
 
     def measure(
@@ -302,6 +307,7 @@ class RolloutExperience:
             gpus=self.gpus,
             base_scores=history.base_scores,
             base_shadow_scores=history.base_shadow_scores,
+            judge_drift={} if validated is None else self.drift,
             pass_score=self.settings.eval_pass_score,
         )
 

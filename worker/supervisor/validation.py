@@ -364,12 +364,21 @@ def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Exampl
         return SAME_FILE
     learned = set(map(_prompt_of, rows))
     shared = sum(_prompt_of(row) in learned for row in valid_rows)
-    if not shared:
+    known = {_letters_of(row) for row in rows}
+    similar = sum(_letters_of(row) in known for row in valid_rows) - shared
+    if not shared and not similar:
         return None
+    near = f", and {similar} more differ from one only in case, spaces or punctuation" if similar else ""
     return (
-        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row{near}. Their rewards do not "
         "measure generalization to new prompts."
     )
+
+
+def _letters_of(row: Example) -> str:
+    """The messages and tools of a row without case, repeated spaces and the punctuation that is not inside numbers."""
+    text = _prompt_of(row).casefold().replace("\\n", " ")
+    return " ".join(re.sub(r"[?'\"\\]|[.,:;](?!\d)", "", text).split())
 
 
 def _prompt_of(row: Example) -> str:
