@@ -179,8 +179,8 @@ class StepMetrics(_Part):
         "Its lower bound, which holds at all validations of the job together with 95 % (docs/howto/signal.md)."
     )
     judge_drift: float | None = metric(
-        "With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which are graded "
-        "again at each validation.",
+        "With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which are "
+        "graded again at each validation.",
         csv=True,
     )
     judge_drift_low: float | None = metric(

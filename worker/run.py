@@ -122,6 +122,7 @@ class Run:
             valid_scores=details.valid_scores,
             shadow_scores=details.shadow_scores,
             findings=details.findings,
+            alarm=details.alarm,
         )
         self.history.add(data, [finding.rule for finding in details.findings])
         if data.step == 0:

@@ -1,6 +1,7 @@
 """The shadow grader: it scores validations, never trains, and says whether a gain is the training grader's alone."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_run_opens_the_shadow_grader_of_its_job(bench: Bench) -> None:
     assert grader.name == "strict"
 
 
-def groups(training: list[float], shadows: list[float | None]) -> list[Group]:
+def groups(training: Sequence[float], shadows: Sequence[float | None]) -> list[Group]:
     answer = Rollout((1,), (-0.5,), "a", "stop")
     missing = Grade(None, "no score", ErrorKind.other_error)
     return [
@@ -136,7 +137,10 @@ def groups(training: list[float], shadows: list[float | None]) -> list[Group]:
 
 
 def measured(
-    base: list[float], base_shadow: list[float], now: list[float], now_shadow: list[float | None]
+    base: Sequence[float],
+    base_shadow: Sequence[float],
+    now: Sequence[float],
+    now_shadow: Sequence[float | None],
 ) -> StepMetrics:
     """A validation at step 5, one of ten."""
     valid_P = groups(now, now_shadow)

@@ -416,3 +416,13 @@ _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "shadow_ungraded": (_shadow_ungraded, "shadow_ungraded"),
 }
 RULES = tuple(_RULES)
+# The rules of gaming and overfitting, on which `stopping.on_alarm` of a job acts; the others only inform.
+ALARMS = (
+    "shadow_divergence",
+    "one_sided_gain",
+    "length_reward",
+    "copied_prompt",
+    "repetition",
+    "judge_drift",
+    "validation_falls",
+)

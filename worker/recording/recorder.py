@@ -29,7 +29,7 @@ from worker.history import History
 from worker.recording import metrics, results
 from worker.recording.checkpoints import publish
 from worker.recording.rollouts import TextsOf, rows_of, with_tokens
-from worker.types import Finding, GradedStep, RowScores
+from worker.types import Finding, GradedStep, Pause, RowScores
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ class JobRecorder:
         valid_scores: RowScores | None = None,
         shadow_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
+        alarm: Pause | None = None,
     ) -> bool:
         """The warnings of the step are in its transaction, so that each is written exactly as often as its step."""
         step = measured.step
@@ -153,6 +154,8 @@ class JobRecorder:
                 webhooks.emit_thresholds(job, measured)
                 if ahead.steps:
                     self._pause_at_a_cap(session, job)
+                    if alarm is not None:
+                        lifecycle.pause_by_service(session, job, alarm.message, dict(alarm.data))
             return job.status == "pausing"
 
         pause = self.attempt.write(write)

@@ -26,6 +26,7 @@ from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Traine
 from worker.model.tool_calls import CallReader
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, shadow, stopping
+from worker.recording.exploits import pause_of
 from worker.recording.rollback import rollback
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
@@ -38,9 +39,11 @@ from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
 from worker.training.steps import with_steps_only
 from worker.types import (
+    Finding,
     GradedStep,
     GraderPart,
     Group,
+    Pause,
     Prompt,
     Rollback,
     Rollout,
@@ -335,9 +338,19 @@ class RolloutExperience:
         found = monitors.check(history.with_newest(data), self.thresholds, history.warned)
         if learned is not None:
             found += monitors.alike_rewards(self._compared_rewards(learned.groups_P), history.warned)
+        pause = self._pause(found, [] if learned is None else learned.groups_P, validated or [])
         if validated is None:
-            return StepDetails(stored, findings=found)
-        return StepDetails(stored, row_scores(validated), shadow.row_scores(validated), found)
+            return StepDetails(stored, findings=found, alarm=pause)
+        return StepDetails(stored, row_scores(validated), shadow.row_scores(validated), found, pause)
+
+    def _pause(
+        self, found: Sequence[Finding], train_P: Sequence[Group], valid_P: Sequence[Group]
+    ) -> Pause | None:
+        """The pause for the first alarm among the findings, if the job asks for one."""
+        alarm = next((one for one in found if one.rule in monitors.ALARMS), None)
+        if alarm is None or self.settings.on_alarm != "pause":
+            return None
+        return pause_of(alarm, train_P, valid_P)
 
     def _compared_rewards(self, train_P: Sequence[Group]) -> list[Sequence[float | None]]:
         """The rewards that the loss compares with each other, by group; none if it compares those of all groups."""

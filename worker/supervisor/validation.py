@@ -370,8 +370,8 @@ def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Exampl
         return None
     near = f", and {similar} more differ from one only in case, spaces or punctuation" if similar else ""
     return (
-        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row{near}. Their rewards do not "
-        "measure generalization to new prompts."
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row{near}. Their rewards do "
+        "not measure generalization to new prompts."
     )
 
 
