@@ -139,7 +139,7 @@ async def opened_grader(
 async def opened_shadow(attempt: Attempt, settings: Settings, beat: Beat) -> AsyncIterator[Grader | None]:
     """The job's shadow grader during the context; None: it has none.
 
-    It has no patience with a server that is away: the scores are missing then, and the run continues.
+    Calls are retried for seconds only: while its server is unavailable the scores are missing, and the run continues.
     """
     body = attempt.job.body
     if body.get("shadow_grader") is None:

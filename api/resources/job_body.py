@@ -38,7 +38,7 @@ from graders.build import reward_model_parts
 from graders.formula import Formula, FormulaError
 from graders.spec import GIVE_STEPS, GraderSpec, MultiSpec, SelectSpec, dump, parse_grader
 
-# Where a request for a job may have graders.
+# The places of graders in a request for a job.
 GRADER_PATHS = (tuple(GRADER_PARAM.split(".")), tuple(SHADOW_PARAM.split(".")))
 # The `dependencies` of endpoints whose body is that of a job.
 TAKES_JOB = [Depends(ResolvesGraders(*GRADER_PATHS, keep=True))]

@@ -1,6 +1,8 @@
 """Alarms of gaming: for each a run that games its grader, and healthy ones that look alike."""
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +208,14 @@ def test_copies_of_the_prompt_and_repeated_tokens_are_measured() -> None:
 
     assert data["copied_prompt_share"] == pytest.approx(1 / 3)
     assert data["repeated_tokens_share"] == pytest.approx((0 + 0 + 11 / 13) / 3)
+
+
+def test_every_rule_is_in_the_documentation_with_its_threshold() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/signal.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| `(\w+`, [\d.]+) \|", page, flags=re.M))
+
+    documented = {rule: threshold.replace("`", "") for rule, threshold in rows.items()}
+
+    defaults = Thresholds().model_dump()
+    assert documented == {rule: f"{name}, {defaults[name]:g}" for rule, (_, name) in monitors._RULES.items()}
+    assert set(monitors.ALARMS) < set(monitors.RULES)

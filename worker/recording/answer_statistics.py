@@ -1,4 +1,4 @@
-"""What the answers of a step look like, apart from their scores. Pure functions, linear in the tokens of the step."""
+"""Statistics of the answers of a step that do not depend on the grader alone. Pure functions, linear in its tokens."""
 
 import math
 from collections.abc import Sequence

@@ -220,3 +220,32 @@ def validation_falls(steps: Steps, bound: float) -> Found | None:
         "kept.",
         {"best_step": best_step, "fall": best - reward, "low": low},
     )
+
+
+def shadow_divergence(steps: Steps, bound: float) -> Found | None:
+    """The training grader sees a gain in validation that the shadow grader does not share. Reads the last step.
+
+    Its bound pays for all validations of the job (worker/recording/shadow.py).
+    """
+    now = steps[-1]
+    training, shadow = now.full_valid_difference, now.full_valid_shadow_difference
+    shortfall, low = now.full_valid_shadow_shortfall, now.full_valid_shadow_shortfall_low
+    if training is None or shadow is None or low is None or training <= 0 or low <= bound:
+        return None
+    return (
+        f"Shadow divergence: validation has gained {training:+.2f} by the training grader and {shadow:+.2f} by the "
+        "shadow grader. The model may be gaming the grader: read the answers on which the two disagree most.",
+        {"difference": training, "shadow_difference": shadow, "shortfall": shortfall, "shortfall_low": low},
+    )
+
+
+def shadow_ungraded(steps: Steps, bound: float) -> Found | None:
+    """The shadow grader fails, so that its alarm cannot fire. Reads the last validation."""
+    share = steps[-1].full_valid_shadow_unresponsive
+    if share is None or share <= bound:
+        return None
+    return (
+        f"The shadow grader could not grade {share:.0%} of the validation answers, so its divergence from the training "
+        "grader is not known.",
+        {"full_valid_shadow_unresponsive": share},
+    )

@@ -67,14 +67,9 @@ def of_step(
         data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
-    if valid_P is not None and graders:
-        numeric = any(part.compares_numbers for part in graders)
-        data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
-    if valid_P is not None and base_scores is not None:
-        data |= _against_base(base_scores, valid_P)
     if valid_P is not None:
+        data |= _of_validation(valid_P, graders, pass_score, base_scores) | dict(judge_drift or {})
         scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
-        data |= judge_drift or {}
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
     if train_P and graders:
         data |= _signal(train_P, settings) | answer_statistics.of_answers(train_P)
@@ -90,6 +85,19 @@ def of_step(
     step_seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())}
     data["timing"] = {"step": step_seconds, "graders": _per_grader(graders, splits, _latency_fields)}
     return StepMetrics(**data)
+
+
+def _of_validation(
+    valid_P: Sequence[Group], graders: Sequence[GraderPart], pass_score: float, base_scores: RowScores | None
+) -> dict[str, Any]:
+    """How often rows pass, and the difference to step 0."""
+    data: dict[str, Any] = {}
+    if graders:
+        numeric = any(part.compares_numbers for part in graders)
+        data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
+    if base_scores is not None:
+        data |= _against_base(base_scores, valid_P)
+    return data
 
 
 def _of_graders(

@@ -11,7 +11,7 @@ from graders.types import Grader, Item, Sample
 from worker.rollout.samples import sample_of
 from worker.types import Group
 
-ANCHORS = 16  # answers, each of another row; the judges are asked once more for each at every validation
+ANCHORS = 16  # answers, each of another row; each costs one more grade at every validation
 
 
 @dataclass
