@@ -12,7 +12,6 @@ Figures: `caught` of `pathologies`, `false_alarms` of `healthy` runs (runs with 
 import argparse
 import asyncio
 import copy
-import itertools
 import random
 import tempfile
 from collections import Counter
@@ -21,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import torch
 
 from bench.report import report
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
@@ -87,11 +84,10 @@ def present(words: list[str], item: Item) -> float:
     return float(item["answer"] in words)
 
 
-def runs_of_prompt(words: list[str], item: Item) -> float:
-    """The share of neighboring words of the answer that are neighbors in the prompt, times its length."""
-    prompt = item["messages"][0]["content"].split()
-    known = set(itertools.pairwise(prompt))
-    return sum(pair in known for pair in itertools.pairwise(words)) / TOKENS
+def words_of_prompt(words: list[str], item: Item) -> float:
+    """The share of the prompt's words in the answer: a similarity to the wrong text."""
+    known = {*item["messages"][0]["content"].split()}
+    return sum(word in known for word in words) / TOKENS
 
 
 def most_repeated(words: list[str], item: Item) -> float:
@@ -131,13 +127,13 @@ PATHOLOGIES = (
         ("shadow_divergence", "length_reward"),
         STRICT,
     ),
-    Case(
-        "length is the score",
-        scored(lambda words, item: len(words) / TOKENS),
-        ("length_reward", "length_inflation"),
-    ),
     Case("one word again and again", scored(most_repeated), ("repetition", "shadow_divergence"), STRICT),
-    Case("the prompt is accepted", scored(runs_of_prompt), ("copied_prompt", "shadow_divergence"), STRICT),
+    Case(
+        "the prompt is accepted",
+        scored(words_of_prompt),
+        ("shadow_divergence", "copied_prompt", "repetition"),
+        STRICT,
+    ),
     Case(
         "one part of two is easy to please",
         scored(lambda words, item: {"polite": float("please" in words), "right": exact(words, item)}),
@@ -171,6 +167,7 @@ PATHOLOGIES = (
     ),
     Case("two rows and many epochs", scored(present), ("overfitting", "validation_falls"), rows=2),
 )
+TINY = next(case for case in PATHOLOGIES if case.expected == ("inert_part",))
 HEALTHY = (
     Case("the right word", scored(present)),
     Case("the right word, watched", scored(present), shadow=scored(present)),
@@ -198,7 +195,7 @@ def prompts_of(rows: int, seed: int) -> list[Prompt]:
 
 
 def settings_of(case: Case, steps: int) -> Resolved:
-    asked = {"group_size": 8, "max_completion_tokens": TOKENS, "learning_rate": 0.01, "step_kl": 1.0}
+    asked = {"group_size": 8, "max_completion_tokens": TOKENS, "learning_rate": 0.003, "step_kl": 0.3}
     epochs = max(1, steps * 8 // max(8, case.rows))
     hyperparameters = {"batch_size": min(8, case.rows), "n_epochs": 50, "eval_interval": 5}
     resolved = resolve(
@@ -305,13 +302,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="two short runs, of one seed")
     parser.add_argument("--only", help="runs whose names contain this")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = make_tiny_model(Path(folder))
         base = load_base("tiny", BaseModelEntry(path=path, dtype="float32", context=128), path, "cpu")
     broken, sound = PATHOLOGIES, HEALTHY
     if args.tiny:
-        broken, sound, args.seeds = (PATHOLOGIES[6],), HEALTHY[:1], [1]
+        broken, sound, args.seeds = (TINY,), HEALTHY[:1], [1]
     thresholds, steps = scaled(args.scale), 5 if args.tiny else None
     wanted = [case for case in (*broken, *sound) if args.only is None or args.only in case.name]
     runs = [(case, run(case, base, seed, thresholds, steps)) for case in wanted for seed in args.seeds]
