@@ -63,7 +63,7 @@ class Scored:
 
 
 class DriftingJudge:
-    """A judge that becomes lenient after so many grades."""
+    """A judge that becomes lenient after `after` grades."""
 
     name, type = "judge", "score_model"
 

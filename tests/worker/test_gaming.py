@@ -152,16 +152,18 @@ def test_validation_of_a_healthy_run_is_not(
     assert "validation_falls" not in found
 
 
-def test_a_rule_that_fails_is_logged_and_the_others_are_applied(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rule_that_fails_is_logged_and_the_others_are_applied(caplog: pytest.LogCaptureFixture) -> None:
     def fails(steps: Any, bound: float) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(monitors._RULES, "collapse", (fails, "entropy_share"))
+    def holds(steps: Any, bound: float) -> tuple[str, dict[str, Any]]:
+        return "It holds.", {}
 
-    assert list(raised(copied_prompt_share=noisy(0.05, 0.9))) == ["copied_prompt"]
-    assert "the rule collapse failed at step 1" in caplog.text
+    rules = {"broken": (fails, "entropy_share"), "sound": (holds, "entropy_share")}
+    found = check([StepMetrics(step=1)], Thresholds(), rules=rules)
+
+    assert [finding.rule for finding in found] == ["sound"]
+    assert "the rule broken failed at step 1" in caplog.text
 
 
 def test_of_a_thousand_runs_without_an_effect_few_have_an_alarm() -> None:
@@ -217,5 +219,5 @@ def test_every_rule_is_in_the_documentation_with_its_threshold() -> None:
     documented = {rule: threshold.replace("`", "") for rule, threshold in rows.items()}
 
     defaults = Thresholds().model_dump()
-    assert documented == {rule: f"{name}, {defaults[name]:g}" for rule, (_, name) in monitors._RULES.items()}
-    assert set(monitors.ALARMS) < set(monitors.RULES)
+    assert documented == {rule: f"{name}, {defaults[name]:g}" for rule, (_, name) in monitors.RULES.items()}
+    assert set(monitors.ALARMS) < monitors.RULES.keys()

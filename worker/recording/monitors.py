@@ -5,7 +5,7 @@ Each rule documents its inputs: a few of the first steps and up to seven of the 
 
 import logging
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from core.jobs.verdict import Verdict
 from core.rewards import EQUAL, all_equal
@@ -16,6 +16,9 @@ from worker.recording.gaming import Found
 from worker.types import Finding
 
 log = logging.getLogger(__name__)
+
+Rule = Callable[[Steps, float], Found | None]
+"""A rule with its threshold: the sentence for the user and its numbers, or None if it does not hold."""
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
 # `kl` is measured on one pack a step. In healthy runs of the demo it jumps by 1.5 nats for two steps at the start, and
@@ -31,10 +34,15 @@ LOST = 0.1  # a training reward lower than at the start by this share of its uni
 NORMAL_95 = 1.96
 
 
-def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) -> list[Finding]:
-    """The rules that hold after the last of `steps`, without those that have `warned` before."""
+def check(
+    steps: Steps,
+    thresholds: Thresholds,
+    warned: Collection[str] = (),
+    rules: Mapping[str, tuple[Rule, str]] | None = None,
+) -> list[Finding]:
+    """The rules that hold after the last of `steps`, without those that have `warned` before. Default: all RULES."""
     findings = []
-    for name, (rule, threshold) in _RULES.items():
+    for name, (rule, threshold) in (RULES if rules is None else rules).items():
         bound = getattr(thresholds, threshold)
         if bound is None or name in warned:
             continue
@@ -369,7 +377,7 @@ def _inert_part(steps: Steps, bound: float) -> Found | None:
     )
 
 
-_RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
+RULES: Mapping[str, tuple[Rule, str]] = {
     "collapse": (_collapse, "entropy_share"),
     "below_base": (_below_base, "below_base"),
     "overfitting": (_overfitting, "overfitting"),
@@ -386,7 +394,6 @@ _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "shadow_divergence": (gaming.shadow_divergence, "shadow_divergence"),
     "shadow_ungraded": (gaming.shadow_ungraded, "shadow_ungraded"),
 }
-RULES = tuple(_RULES)
 # The rules of gaming and overfitting, on which `stopping.on_alarm` of a job acts; the others only inform.
 ALARMS = (
     "shadow_divergence",
