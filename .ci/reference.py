@@ -598,6 +598,11 @@ def completions(tree: ast.Module, call: ast.Call) -> Iterator[tuple[str, str]]:
 EVENT_FOLDERS = ("core/jobs", "worker/recording", "worker/supervisor", "worker/sampling", "worker")
 SENTENCES = {
     "Warnings of the monitors": ("worker/recording/monitors.py", "warn", ("step", "rule", "threshold")),
+    "Alarms of gaming and overfitting": (
+        "worker/recording/gaming.py",
+        "warn",
+        ("step", "rule", "threshold"),
+    ),
     "Early stops": ("worker/recording/stopping.py", "info", ("step",)),
 }
 

@@ -100,9 +100,10 @@ def hide_secrets(value: Any) -> Any:
 
 
 def hide_in_method(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The object of a job's method with the secrets of its grader and its tools masked."""
+    """The object of a job's method with the secrets of its graders and its tools masked."""
     return {
-        name: hide_secrets(value) if name in ("grader", "tools") else value for name, value in method.items()
+        name: hide_secrets(value) if name in ("grader", "shadow_grader", "tools") else value
+        for name, value in method.items()
     }
 
 

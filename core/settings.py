@@ -218,7 +218,7 @@ class Settings(BaseSettings):
     max_failures: int = Field(default=3, ge=0)
     # A job fails after this many consecutive steps in which more than half of the grades failed.
     failing_steps: int = Field(default=3, ge=1)
-    # Thresholds of the warnings of a run (docs/howto/training.md, Warnings), as JSON:
+    # Thresholds of the warnings of a run (docs/howto/signal.md), as JSON:
     # {"kl_jump": 1.0, "length_factor": null}.
     warnings: Thresholds = Thresholds()
     # Ranks per machine: processes, each with the model on its own GPU, that share a step's gradient

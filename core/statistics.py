@@ -18,11 +18,34 @@ class ShareEstimate(TypedDict):
     high: float
 
 
-def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: half of a 95 % interval, in standard errors."""
+def student(freedom: int, tail: float = 0.025) -> float:
+    """The quantile of Student's t with the probability `tail` above it. Default: half of a 95 % interval, in standard
+    errors.
+    """
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, 0.975))
+    return float(stdtrit(freedom, 1 - tail))
+
+
+ALARM_LEVEL = 0.05  # the probability of a false alarm in a whole run, of one rule
+
+
+def sequential_low(values_N: Sequence[float], looks: int) -> float | None:
+    """The lower bound of the mean that is too high with a probability of at most ALARM_LEVEL at any of `looks` looks.
+
+    Student's t at the level ALARM_LEVEL / looks (Bonferroni), so it holds however the looks depend on each other. It
+    supposes that means are about normally distributed.
+
+    Returns:
+        None: fewer than log2(looks / ALARM_LEVEL) values, of which a sign test could not reject either.
+    """
+    number = len(values_N)
+    tail = ALARM_LEVEL / max(1, looks)
+    if number < max(2, math.ceil(-math.log2(tail))):
+        return None
+    mean = math.fsum(values_N) / number
+    variance = math.fsum((value - mean) ** 2 for value in values_N) / (number - 1)
+    return mean - student(number - 1, tail) * math.sqrt(variance / number)
 
 
 def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:

@@ -160,6 +160,33 @@ class StepMetrics(_Part):
         "nats",
         csv=True,
     )
+    full_valid_shadow_mean_reward: float | None = metric(
+        "With a shadow grader: mean score that it gives the validation answers.", csv=True
+    )
+    full_valid_shadow_unresponsive: float | None = metric(
+        "Share of the validation answers that the shadow grader could not grade."
+    )
+    full_valid_shadow_difference: float | None = metric(
+        "Score by the shadow grader less the base model's, paired by row.", csv=True
+    )
+    full_valid_shadow_difference_low: float | None = metric("Lower end of its 95 % interval.", csv=True)
+    full_valid_shadow_difference_high: float | None = metric("Upper end of its 95 % interval.", csv=True)
+    full_valid_shadow_shortfall: float | None = metric(
+        "Half of the gain of the training grader less the gain of the shadow grader, mean over rows.",
+        csv=True,
+    )
+    full_valid_shadow_shortfall_low: float | None = metric(
+        "Its lower bound, which holds at all validations of the job together with 95 % (docs/howto/signal.md)."
+    )
+    judge_drift: float | None = metric(
+        "With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which are "
+        "graded again at each validation.",
+        csv=True,
+    )
+    judge_drift_low: float | None = metric(
+        "Its lower bound, which holds at all validations of the job together with 95 %."
+    )
+    judge_drift_high: float | None = metric("Its upper bound.")
     valid_completion_tokens_mean: float | None = metric("Mean length of the validation answers.", "tokens")
     valid_truncated_share: float | None = metric(
         "Share of the validation answers that reached the token limit."
@@ -216,6 +243,20 @@ class StepMetrics(_Part):
     groups_all_one_share: float | None = metric("Share of the groups in which all rewards are 1.", csv=True)
     groups_equal_share: float | None = metric(
         "Share of the groups in which all rewards are another equal number."
+    )
+    length_reward_correlation: float | None = metric(
+        "Correlation of length and reward among the answers to one prompt, over all groups with signal.",
+        csv=True,
+    )
+    length_reward_z: float | None = metric(
+        "The same times the root of its degrees of freedom: about normal, with variance 1, without a relation."
+    )
+    copied_prompt_share: float | None = metric(
+        "Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt.",
+        csv=True,
+    )
+    repeated_tokens_share: float | None = metric(
+        "Share of the runs of 4 tokens in an answer that occurred before in it.", csv=True
     )
     groups_ungraded_share: float | None = metric("Share of the groups with fewer than two graded answers.")
 

@@ -12,7 +12,18 @@ from select import poll
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from bench import console, gpu, gpu_exact, gpu_models, gpu_steps, gpu_trial, scale_sim, sdk, table
+from bench import (
+    console,
+    gpu,
+    gpu_exact,
+    gpu_models,
+    gpu_steps,
+    gpu_trial,
+    pathologies,
+    scale_sim,
+    sdk,
+    table,
+)
 from tests.present import present
 from worker.packages import vllm_version
 
@@ -36,6 +47,41 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
     assert printed["bench"] == "gpu_train_tiny"
     assert printed["figures"] == pytest.approx(json.loads(out.read_text())["figures"], abs=1e-6)
     assert all(value > 0 for value in json.loads(out.read_text())["figures"].values())
+
+
+@pytest.mark.slow
+def test_the_bench_of_pathologies_runs_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pathologies", "--tiny"])
+
+    pathologies.main()
+
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["bench"] == "pathologies"
+    assert printed["figures"] == {
+        "pathologies": 1,
+        "caught": 1,
+        "healthy": 1,
+        "false_alarms": 0,
+        "steps_to_alarm": 3,
+        "caught_by_inert_part": 1,
+    }
+
+
+def test_the_first_of_the_expected_rules_counts_as_the_one_that_caught_it() -> None:
+    case = pathologies.PATHOLOGIES[0]
+
+    found = [(case, {"shadow_divergence": 10, "repetition": 5}), (case, {"collapse": 3})]
+
+    assert pathologies.figures(found, [{}, {"repetition": 7}]) == {
+        "pathologies": 2,
+        "caught": 1,
+        "healthy": 2,
+        "false_alarms": 1,
+        "steps_to_alarm": 10,
+        "caught_by_shadow_divergence": 1,
+    }
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from core.jobs import events, lifecycle, usage
 from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from graders.judge.usage import TokenLedger
+from graders.types import Grader
 from worker.out_of_memory import FirstAnswer
 from worker.progress import PROGRESS
 from worker.sampled_tokens import SampledTokens
@@ -42,6 +43,7 @@ class Attempt:
     first_answer: FirstAnswer = field(default_factory=FirstAnswer, compare=False, repr=False)  # to a shortage
     ledger: TokenLedger = field(default_factory=TokenLedger)  # of judges and teachers on servers
     sampled: SampledTokens = field(default_factory=SampledTokens)
+    shadow_grader: Grader | None = None  # open while the attempt runs, of a job that has one
 
     @classmethod
     def begin(

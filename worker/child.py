@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.jobs import lifecycle
-from core.jobs.params import GRADER_PARAM
+from core.jobs.params import GRADER_PARAM, SHADOW_PARAM
 from core.outages import Resource
 from core.registry import InvalidRegistry
 from core.response_format import SchemaTooLarge
@@ -110,6 +111,8 @@ async def run_attempt(
             opened.enter_context(booked_at_the_end(attempt))
             with failing_once(), starting_later(), waiting_for_names():
                 spec, grader = await opened.enter_async_context(opened_grader(attempt, settings, beat))
+                shadow = await opened.enter_async_context(opened_shadow(attempt, settings, beat))
+                attempt = replace(attempt, shadow_grader=shadow)
                 run = assemble(attempt, spec, grader, settings, scratch, stop_requested, beat, world)
             with closed_at_the_end(run.exporters), failing_once(), lowering_for_next_attempt(attempt):
                 return await trained(run)
@@ -130,6 +133,21 @@ async def opened_grader(
     backends, patience = open_backends(settings), patience_of_run(settings, beat)
     async with backends.open(spec, patience=patience, ledger=attempt.ledger) as grader:
         yield spec, InstrumentedGrader(HeartbeatGrader(grader, beat), spec)
+
+
+@asynccontextmanager
+async def opened_shadow(attempt: Attempt, settings: Settings, beat: Beat) -> AsyncIterator[Grader | None]:
+    """The job's shadow grader during the context; None: it has none.
+
+    Calls are retried for seconds only: while its server is unavailable the scores are missing, and the run continues.
+    """
+    body = attempt.job.body
+    if body.get("shadow_grader") is None:
+        yield None
+        return
+    spec = parse_grader(body["shadow_grader"], SHADOW_PARAM)
+    async with open_backends(settings).open(spec, ledger=attempt.ledger) as grader:
+        yield HeartbeatGrader(grader, beat)
 
 
 @contextmanager

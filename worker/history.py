@@ -12,36 +12,52 @@ from core.step_metrics import StepMetrics
 from worker.types import RowScores
 
 Steps = Sequence[StepMetrics]
-"""The metrics of steps 0, 1, ... in order. Those by grader: only the scores, and only of the first steps."""
+"""The metrics of steps 0, 1, ... in order. Those by grader: only the scores, and only of the first and last steps."""
 
 # A rule reads the scores by grader of steps up to this one (Thresholds.inert_steps).
 FIRST_STEPS = 10
+RECENT = 5  # and of as many last steps
 
 
 @dataclass
 class History:
-    """The steps so far. `base_scores` are the row scores of step 0, None before it or if they were not recorded."""
+    """The steps so far. `base_scores` are the row scores of step 0, None before it or if they were not recorded;
+    `base_shadow_scores` those by the shadow grader, None without one.
+    """
 
     steps: list[StepMetrics] = field(default_factory=list)
     base_scores: RowScores | None = None
     warned: set[str] = field(default_factory=set)  # the rules that have warned in this job
+    base_shadow_scores: RowScores | None = None
 
     @classmethod
     def of(
-        cls, recorded: Iterable[StepMetrics], base_scores: RowScores | None = None, warned: Iterable[str] = ()
+        cls,
+        recorded: Iterable[StepMetrics],
+        base_scores: RowScores | None = None,
+        warned: Iterable[str] = (),
+        base_shadow_scores: RowScores | None = None,
     ) -> "History":
         """What an attempt starts with."""
-        return cls([_shortened(step) for step in recorded], base_scores, set(warned))
+        history = cls(base_scores=base_scores, warned=set(warned), base_shadow_scores=base_shadow_scores)
+        for step in recorded:
+            history.add(step)
+        return history
 
     def add(self, step: StepMetrics, warned: Iterable[str] = ()) -> None:
         """One more recorded step, and the rules that warned in it."""
-        self.steps.append(_shortened(step))
+        self.steps.append(_with_scores(step))
+        if len(self.steps) > RECENT and (old := self.steps[-RECENT - 1]).step > FIRST_STEPS:
+            self.steps[-RECENT - 1] = old.without_sections()
         self.warned.update(warned)
 
+    def with_newest(self, step: StepMetrics) -> list[StepMetrics]:
+        """The steps so far and this one, as rules read them."""
+        return [*self.steps, _with_scores(step)]
 
-def _shortened(step: StepMetrics) -> StepMetrics:
-    short = step.without_sections()
-    return short if step.step > FIRST_STEPS else short.model_copy(update={"scores": step.scores})
+
+def _with_scores(step: StepMetrics) -> StepMetrics:
+    return step.without_sections().model_copy(update={"scores": step.scores})
 
 
 def first(steps: Steps, name: str) -> tuple[int, float] | None:

@@ -17,6 +17,7 @@ from worker.types import (
     Finding,
     GradedStep,
     Group,
+    Pause,
     Prompt,
     Rollback,
     RowScores,
@@ -118,9 +119,11 @@ class Recorder(Protocol):
         *,
         ahead: RemainingSteps,
         valid_scores: RowScores | None = None,
+        shadow_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
+        alarm: Pause | None = None,
     ) -> bool:
-        """Record one finished step. Returns whether the job must pause, because of its user or of its budget.
+        """Record one finished step. Returns whether the job must pause, because of its user, its budget or an alarm.
 
         Raises:
             LeaseLost: the job was cancelled or another worker has claimed it; nothing was recorded.
@@ -223,7 +226,9 @@ class StepDetails:
 
     stored: Sequence[GradedStep] = ()
     valid_scores: RowScores | None = None  # None: no answers were validated
+    shadow_scores: RowScores | None = None  # None: there is no shadow grader either
     findings: Sequence[Finding] = ()
+    alarm: Pause | None = None  # of a finding that pauses the job
 
 
 class Experience(Protocol[Learned, Validated]):

@@ -120,11 +120,14 @@ class Run:
             details.stored,
             ahead=ahead,
             valid_scores=details.valid_scores,
+            shadow_scores=details.shadow_scores,
             findings=details.findings,
+            alarm=details.alarm,
         )
         self.history.add(data, [finding.rule for finding in details.findings])
         if data.step == 0:
             self.history.base_scores = details.valid_scores
+            self.history.base_shadow_scores = details.shadow_scores
         self.exporters.put(data)
         return pause
 

@@ -251,6 +251,7 @@ class Group:
     prompt: Prompt
     rollouts_G: tuple[Rollout, ...]
     grades_G: tuple[Grade, ...]
+    shadow_G: tuple[Grade, ...] = ()  # of a validation, if the job has a shadow grader
 
     @property
     def rewards_G(self) -> list[float | None]:
@@ -432,14 +433,22 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """A pause because of an alarm: a sentence for the user, and its data."""
+
+    message: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Rollback:
-    """The return of a collapsed job to an earlier checkpoint, with the message to the user and its numbers."""
+    """The return of a job to an earlier checkpoint, after a collapse or an alarm, with the message to the user."""
 
     step: int  # of the checkpoint; 0: the model that the job started from
-    collapsed_at: int  # the step
-    learning_rates: Mapping[str, float]  # by hyperparameter; a third of those before
+    share: str  # of the learning rate, in words
+    learning_rates: Mapping[str, float]  # by hyperparameter
     evidence: str  # a sentence for the user
-    data: Mapping[str, float]  # its numbers
+    data: Mapping[str, Any]  # its numbers, and the step at which it was found
 
 
 # How an attempt ended. interrupted: another attempt resumes the same run.

@@ -28,7 +28,7 @@ from core.jobs.distillation import Distillation
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.job_files import SAME_FILE
-from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, STEPS_PARAM
+from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM, STEPS_PARAM
 from core.jobs.tools import DEFAULT_STEPS
 from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
@@ -39,11 +39,20 @@ from graders.formula import Formula, FormulaError
 from graders.spec import GIVE_STEPS, GraderSpec, MultiSpec, SelectSpec, dump, parse_grader
 from graders.weighted_sum import weighted_parts
 
-GRADER_PATH = tuple(GRADER_PARAM.split("."))
+# The places of graders in a request for a job.
+GRADER_PATHS = (tuple(GRADER_PARAM.split(".")), tuple(SHADOW_PARAM.split(".")))
 # The `dependencies` of endpoints whose body is that of a job.
-TAKES_JOB = [Depends(ResolvesGraders(GRADER_PATH, keep=True))]
+TAKES_JOB = [Depends(ResolvesGraders(*GRADER_PATHS, keep=True))]
 STORED_GRADER = "stored_grader"  # in the method of a job: the reference that its grader was created from
 Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
+
+
+def _parsed_shadow(sent: Any) -> GraderSpec | None:
+    if (found := ResolvedReference.of(sent)) is not None:
+        sent = found.grader
+    return None if sent is None else parse_grader(sent, SHADOW_PARAM)
+
+
 NoNul = r"^[^\x00]*$"  # PostgreSQL can store it, but not search for it
 
 
@@ -74,6 +83,8 @@ class RewardModelMethod(StrictModel):
 
 class Reinforcement(StrictModel):
     grader: Annotated[GraderSpec, Checked, OrStored()]
+    # Scores the validation answers and never trains: a gain that it does not share is the training grader's alone.
+    shadow_grader: Annotated[GraderSpec | None, BeforeValidator(_parsed_shadow), OrStored()] = None
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
     tools: JobTools = None  # Azure's field, as is the next one
@@ -374,6 +385,8 @@ class JobCreate(Body):
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
             "response_format": asked.response_format.to_row() if asked.response_format else None,
         }
+        if asked.shadow_grader is not None:
+            body["shadow_grader"] = dump(asked.shadow_grader)
         if asked.tools is not None:
             body["tools"] = [tool.to_row() for tool in asked.tools]
             body["max_episode_steps"] = asked.max_episode_steps or DEFAULT_STEPS

@@ -19,7 +19,7 @@ from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_OWN
-from core.jobs.params import GRADER_PARAM, TEACHER_PARAM
+from core.jobs.params import GRADER_PARAM, SHADOW_PARAM, TEACHER_PARAM
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.results import grader_audits, lineage, previews
@@ -94,6 +94,8 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
     if asked is None:
         return
     await refuse(asked.grader, service, project, GRADER_PARAM, in_job=True)
+    if asked.shadow_grader is not None:
+        await refuse(asked.shadow_grader, service, project, SHADOW_PARAM)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
 

@@ -61,6 +61,11 @@ class VerdictOut(BaseModel):
         str | None, Field(description="The tuned model that the job trained further; null: the base model.")
     ] = None
     held_out: Annotated[bool, Field(description="False: the validation file is the training file.")] = True
+    shadow_difference: Annotated[
+        float | None, Field(description="The difference by the shadow grader; null: the job has none.")
+    ] = None
+    shadow_ci_low: Annotated[float | None, Field(description="Lower end of its 95 % interval.")] = None
+    shadow_ci_high: Annotated[float | None, Field(description="Upper end.")] = None
 
 
 class ResultOut(BaseModel):

@@ -13,7 +13,7 @@ from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
 from api.http.stored_graders import ResolvesGraders
 from api.http.validation_errors import explain
-from api.resources.job_body import GRADER_PATH, JobCreate
+from api.resources.job_body import GRADER_PATHS, JobCreate
 from api.resources.job_checks import accept, audit_of, refuse_unusable
 from core.database.tables import Project
 from core.masking import hide_in_method
@@ -44,7 +44,7 @@ class JobValidation(BaseModel):
     "",
     responses=refusals(404),
     openapi_extra=FOR_ANY_KEY,
-    dependencies=[Depends(ResolvesGraders(("job", *GRADER_PATH), keep=True))],
+    dependencies=[Depends(ResolvesGraders(*(("job", *path) for path in GRADER_PATHS), keep=True))],
 )
 async def validate_job(body: JobValidate, project: ReadProject, service: ServiceDep) -> JobValidation:
     """Validate a job as on creation. Nothing is created, and no file is read."""

@@ -139,7 +139,9 @@ def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     responses=refusals(404),
     dependencies=[
         REPLAYS_FIRST,
-        Depends(ResolvesGraders(("stages", EVERY, "job", *job_body.GRADER_PATH), keep=True)),
+        Depends(
+            ResolvesGraders(*(("stages", EVERY, "job", *path) for path in job_body.GRADER_PATHS), keep=True)
+        ),
         Depends(ResolvesGraders(("stages", EVERY, "sample", "grader"))),
     ],
 )

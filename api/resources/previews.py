@@ -40,6 +40,7 @@ from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
 from core.jobs.params import FORMAT_PARAM, TOOLS_PARAM
+from core.masking import hide_in_method
 from core.model_templates import files_of
 from core.outages import Resource
 from core.results import background, evals, preview_report, previews
@@ -215,7 +216,7 @@ class Prepared:
             "validation_split": body.validation_split,
             "method": {
                 "type": "reinforcement",
-                "reinforcement": {**method, "grader": _masked(body)},
+                "reinforcement": {**hide_in_method(method), "grader": _masked(body)},
             },
             **_drawn(body),
             "answers_of": None if self.earlier is None else self.earlier[0],

@@ -435,6 +435,8 @@ class StepMetric(Table):
     # compare
     # validations independently of the quota of stored samples. Loaded only on access.
     valid_scores: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
+    # The same by the job's shadow grader.
+    shadow_scores: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
 
 
 class RolloutPage(Table):

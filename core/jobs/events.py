@@ -58,6 +58,7 @@ def record_step(
     claim: Claim,
     step: StepMetrics,
     valid_scores: Sequence[float | None] | None = None,
+    shadow_scores: Sequence[float | None] | None = None,
 ) -> None:
     """Store the metrics of a finished step. A step repeated after a crash replaces the row of the lost attempt.
 
@@ -71,6 +72,7 @@ def record_step(
             created_at=now(),
             data=step.to_data(),
             valid_scores=None if valid_scores is None else list(valid_scores),
+            shadow_scores=None if shadow_scores is None else list(shadow_scores),
         )
     )
 
@@ -97,6 +99,14 @@ def valid_scores(session: Session, job_id: str, step: int) -> list[float | None]
     """The row scores of this step's validation; None without one."""
     scores: list[float | None] | None = session.scalar(
         select(StepMetric.valid_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
+    )
+    return scores
+
+
+def shadow_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
+    """The row scores of this step's validation by the shadow grader; None without one."""
+    scores: list[float | None] | None = session.scalar(
+        select(StepMetric.shadow_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
     )
     return scores
 

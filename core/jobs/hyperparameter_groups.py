@@ -30,6 +30,8 @@ Divergence = Literal["tv", "kl"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
+# What an alarm of gaming does (docs/howto/signal.md).
+OnAlarm = Literal["inform", "pause", "rollback"]
 # The weights to train: those of a LoRA adapter, or all of the model.
 Train = Literal["lora", "full"]
 
@@ -516,6 +518,9 @@ class Stopping(AnyStopping):
 
     # Steps in which no group had signal.
     after_silent_steps: int = Field(default=0, ge=0)
+    # What an alarm of gaming or of overfitting does beside its event: nothing, pause the job with the top answers, or
+    # continue it once from the last checkpoint without the alarm at half the learning rate.
+    on_alarm: OnAlarm = "inform"
     # The job fails if the share of groups with signal in its first step is lower.
     fail_below_signal: float = Field(default=0.0, ge=0, le=1)
 

@@ -50,6 +50,7 @@ PLACES = {
     "stop_after_silent_steps": GroupField("stopping", "after_silent_steps"),
     "stop_above_kl": GroupField("stopping", "above_kl"),
     "stop_below_entropy": GroupField("stopping", "below_entropy"),
+    "on_alarm": GroupField("stopping", "on_alarm", "inform"),
     "fail_below_signal": GroupField("stopping", "fail_below_signal"),
     "require_improvement": GroupField("evaluation", "require_improvement"),
     "updates_per_batch": GroupField("optimizer", "updates_per_batch"),

@@ -34,6 +34,7 @@ from core.jobs.hyperparameter_groups import (
     LossGroup,
     NoImportance,
     Normalize,
+    OnAlarm,
     OnPolicy,
     Optimizer,
     Overlong,
@@ -322,6 +323,7 @@ class Resolved(Value):
     stop_after_silent_steps: int
     stop_above_kl: float
     stop_below_entropy: float
+    on_alarm: OnAlarm
     fail_below_signal: float
     require_improvement: bool
     clip_low: float | None

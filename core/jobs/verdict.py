@@ -38,6 +38,10 @@ class Verdict:
     start: str | None = None
     # Whether the validation rows are not those that the job trains on.
     held_out: bool = True
+    # The same difference by the shadow grader, with its interval; None: there is none, or too few rows.
+    shadow_difference: float | None = None
+    shadow_ci_low: float | None = None
+    shadow_ci_high: float | None = None
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "Verdict":
@@ -65,6 +69,20 @@ class Verdict:
             f"{self.base_reward:.2f} -> {self.tuned_reward:.2f}, difference {self.difference:+.2f} ({interval}), "
             f"{counted(self.wins, 'win')}, {counted(self.losses, 'loss', 'losses')}, "
             f"{counted(self.ties, 'tie')}: {self._conclusion()}.{'' if self.held_out else f' {NOT_HELD_OUT}'}"
+            f"{self._by_shadow()}"
+        )
+
+    def _by_shadow(self) -> str:
+        if self.shadow_difference is None:
+            return ""
+        if self.shadow_ci_low is None or self.shadow_ci_high is None:
+            return f" By the shadow grader the difference is {self.shadow_difference:+.2f}."
+        seen = ""
+        if self.outcome == "improved":
+            seen = ", which confirms it" if self.shadow_ci_low > 0 else ", which does not confirm it"
+        return (
+            f" By the shadow grader the difference is {self.shadow_difference:+.2f} "
+            f"(95 % interval {self.shadow_ci_low:.2f} to {self.shadow_ci_high:.2f}){seen}."
         )
 
     def _conclusion(self) -> str:

@@ -187,6 +187,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.Column("data", sa.JSON(), nullable=False),
         sa.Column("valid_scores", sa.JSON(), nullable=True),
+        sa.Column("shadow_scores", sa.JSON(), nullable=True),
         sa.PrimaryKeyConstraint("job_id", "step", name="pk_step_metrics"),
     )
 

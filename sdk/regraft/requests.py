@@ -2,8 +2,8 @@
 
 A job file has the fields of POST /fine_tuning/jobs. With `grader` at the top level, `hyperparameters` and
 `response_format` are also allowed there, and the method is 'reinforcement'; any other file is sent unchanged.
-`training_file` and `validation_file` are ids, or paths to upload; `grader` is a table, or the path of a .py with
-`def grade(sample, item)`, or of a .json, .toml or .yaml, or "stored:NAME", or "stored:NAME@VERSION".
+`training_file` and `validation_file` are ids, or paths to upload; `grader` and `shadow_grader` are tables, or the path
+of a .py with `def grade(sample, item)`, or of a .json, .toml or .yaml, or "stored:NAME", or "stored:NAME@VERSION".
 """
 
 import json
@@ -22,8 +22,9 @@ from regraft._rules.foreign_files import HEAD_BYTES, container_of
 from regraft._rules.masking import masked_path
 
 FILES = ("training_file", "validation_file")
-OF_THE_METHOD = ("grader", "hyperparameters", "response_format", "tools", "max_episode_steps")
-PATHS = [["training_file"], ["validation_file"], ["grader"]]
+GRADERS = ("grader", "shadow_grader")
+OF_THE_METHOD = (*GRADERS, "hyperparameters", "response_format", "tools", "max_episode_steps")
+PATHS = [["training_file"], ["validation_file"], *([name] for name in GRADERS)]
 MAX_PROBLEMS = 20  # lines of an error
 STORED = "stored:"  # before the name of a stored grader, in place of a file
 
@@ -75,8 +76,9 @@ def _job_of(fields: dict[str, Any], folder: Path, name: str, changes: Sequence[s
         set_path(body, change)
     method = body.get("method")
     inside = method.get("reinforcement") if isinstance(method, dict) else None
-    if isinstance(inside, dict) and isinstance(inside.get("grader"), str | Path):
-        inside["grader"] = read_grader(inside["grader"], folder)
+    for name in GRADERS:
+        if isinstance(inside, dict) and isinstance(inside.get(name), str | Path):
+            inside[name] = read_grader(inside[name], folder)
     uploads: dict[str, Path] = {}
     for field in FILES:
         value = body.get(field)

@@ -32,8 +32,18 @@ class VerdictText:
             f"(difference {verdict.difference:+.2f}{interval}; "
             f"{_counted(verdict.wins, 'win', 'wins')}, {_counted(verdict.losses, 'loss', 'losses')}, "
             f"{_counted(verdict.ties, 'tie', 'ties')} in {_counted(verdict.rows, 'row', 'rows')}{left_out})"
-            f"{'' if verdict.held_out else NOT_HELD_OUT}"
+            f"{'' if verdict.held_out else NOT_HELD_OUT}{_by_shadow(verdict)}"
         )
+
+
+def _by_shadow(verdict: "Verdict") -> str:
+    difference, low, high = (
+        getattr(verdict, f"shadow_{name}", None) for name in ("difference", "ci_low", "ci_high")
+    )
+    if difference is None:
+        return ""
+    interval = "" if low is None or high is None else f", 95 % interval {low:.2f} to {high:.2f}"
+    return f"; by the shadow grader {difference:+.2f}{interval}"
 
 
 def _counted(number: int, singular: str, plural: str) -> str:

@@ -1102,6 +1102,30 @@ class StepMetrics(BaseModel):
     """distillation: reverse KL to the teacher per token of the validation answers, estimated from what was
     sampled.
     """
+    full_valid_shadow_mean_reward: float | None = None
+    """With a shadow grader: mean score that it gives the validation answers."""
+    full_valid_shadow_unresponsive: float | None = None
+    """Share of the validation answers that the shadow grader could not grade."""
+    full_valid_shadow_difference: float | None = None
+    """Score by the shadow grader less the base model's, paired by row."""
+    full_valid_shadow_difference_low: float | None = None
+    """Lower end of its 95 % interval."""
+    full_valid_shadow_difference_high: float | None = None
+    """Upper end of its 95 % interval."""
+    full_valid_shadow_shortfall: float | None = None
+    """Half of the gain of the training grader less the gain of the shadow grader, mean over rows."""
+    full_valid_shadow_shortfall_low: float | None = None
+    """Its lower bound, which holds at all validations of the job together with 95 %
+    (docs/howto/signal.md).
+    """
+    judge_drift: float | None = None
+    """With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which
+    are graded again at each validation.
+    """
+    judge_drift_low: float | None = None
+    """Its lower bound, which holds at all validations of the job together with 95 %."""
+    judge_drift_high: float | None = None
+    """Its upper bound."""
     valid_completion_tokens_mean: float | None = None
     """Mean length of the validation answers."""
     valid_truncated_share: float | None = None
@@ -1154,6 +1178,16 @@ class StepMetrics(BaseModel):
     """Share of the groups in which all rewards are 1."""
     groups_equal_share: float | None = None
     """Share of the groups in which all rewards are another equal number."""
+    length_reward_correlation: float | None = None
+    """Correlation of length and reward among the answers to one prompt, over all groups with signal."""
+    length_reward_z: float | None = None
+    """The same times the root of its degrees of freedom: about normal, with variance 1, without a
+    relation.
+    """
+    copied_prompt_share: float | None = None
+    """Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt."""
+    repeated_tokens_share: float | None = None
+    """Share of the runs of 4 tokens in an answer that occurred before in it."""
     groups_ungraded_share: float | None = None
     """Share of the groups with fewer than two graded answers."""
     loss: float | None = None
@@ -1329,6 +1363,12 @@ class Verdict(VerdictText, BaseModel):
     """The tuned model that the job trained further; None: the base model."""
     held_out: bool = True
     """False: the validation file is the training file."""
+    shadow_difference: float | None = None
+    """The difference by the shadow grader; None: the job has none."""
+    shadow_ci_low: float | None = None
+    """Lower end of its 95 % interval."""
+    shadow_ci_high: float | None = None
+    """Upper end."""
 
 
 class AdvantageSizes(BaseModel):

@@ -50,7 +50,7 @@ def test_the_recorded_run_that_collapsed_continues_from_the_start_at_a_third_of_
     assert step <= 8
     assert found.step == 0
     assert found.learning_rates["learning_rate"] == pytest.approx(1e-4)
-    assert found.collapsed_at == step
+    assert found.data["collapsed_at_step"] == step
     assert found.data["sampling_entropy"] < 0.01 < found.data["first_sampling_entropy"]
     assert found.evidence.startswith("Collapse: ")
 
@@ -184,6 +184,6 @@ def test_a_checkpoint_in_use_is_kept_and_the_job_goes_on(bench: Bench) -> None:
         name = session.query(TunedModel.name).scalar()
         session.add(ModelAlias(project_id=bench.project.id, name="live", model=name))
 
-    assert not run.checkpoints.roll_back(Rollback(0, 1, {"learning_rate": 1e-5}, "", {}))
+    assert not run.checkpoints.roll_back(Rollback(0, "half", {"learning_rate": 1e-5}, "", {}))
 
     assert [row.step for row in bench.checkpoints()] == [1]

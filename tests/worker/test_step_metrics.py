@@ -39,6 +39,12 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None
     of_episodes = {name for name in NAMES if name.startswith(("episode_", "tool_", "stop_"))}
     of_reasoning = {"reasoning_tokens_mean", "answer_tokens_mean", "cut_thoughts_share"}
     of_a_teacher = {"teacher_kl", "full_valid_teacher_kl"}
+    of_a_shadow_or_a_judge = {
+        name for name in NAMES if name.startswith(("full_valid_shadow_", "judge_drift"))
+    }
+    of_longer_answers = {
+        name for name in NAMES if name.startswith(("length_reward_", "copied_", "repeated_"))
+    }
     of_an_off_policy_run = {"ahead_seconds", "staleness", "stale_tokens_share"}
     assert NAMES - set().union(*steps) - in_a_section - of_an_update == {
         "gpus",
@@ -48,6 +54,8 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None
         *of_given_answers,
         *of_a_teacher,
         *of_an_off_policy_run,
+        *of_a_shadow_or_a_judge,
+        *of_longer_answers,
     }
 
 

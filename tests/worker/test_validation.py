@@ -54,6 +54,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
         backends: Backends = Backends.none(),
         response_format: Any = None,
         tools: Sequence[str] = (),
+        shadow: Mapping[str, Any] | None = None,
         stopping: threading.Event | None = None,
         **changes: Any,
     ) -> tuple[Job, list[WakeMessage] | None]:
@@ -77,6 +78,8 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
             job.body = {**job.body, "grader": dict(grader), "response_format": response_format}
+            if shadow is not None:
+                job.body |= {"shadow_grader": dict(shadow)}
             if tools:
                 job.body |= {"tools": [{"name": name, "server_url": "https://t.example"} for name in tools]}
         settings = Settings(data_dir=tmp_path, **changes)
@@ -130,6 +133,22 @@ def test_a_grader_of_calls_needs_a_row_that_has_tools(
     assert "no row of the training file has tools" in job.error["message"]
 
 
+def test_a_shadow_grader_is_checked_as_the_grader_and_named_by_its_own_path(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
+) -> None:
+    job, _ = validate([GOOD], shadow=CALLS)
+
+    assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.shadow_grader")
+
+
+def test_a_shadow_grader_that_scores_all_replies_alike_warns(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
+) -> None:
+    validate([GOOD], shadow=GRADER | {"input": "same", "reference": "same"})
+
+    assert any(message.startswith("Shadow grader: ") for message in bench.events("warn"))
+
+
 def test_a_grader_of_episodes_needs_a_job_with_tools(
     validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
@@ -155,6 +174,30 @@ def test_rows_with_the_messages_of_a_training_row_and_other_tools_are_held_out(
     validate([GOOD], [GOOD | TOOLS])
 
     assert bench.events("warn") == []
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "similar"),
+    [
+        ("What is 2.5 - 1?", "what  is 2.5 - 1", True),
+        ('Say "no", please.', "Say no please", True),
+        ("What is 2.5 - 1?", "What is 25 - 1?", False),
+        ("What is 4 * 2?", "What is 4 / 2?", False),
+    ],
+)
+def test_validation_rows_that_repeat_a_training_row_in_other_letters_are_counted(
+    bench: Bench,
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+    train: str,
+    valid: str,
+    similar: bool,
+) -> None:
+    rows = [[{"messages": [{"role": "user", "content": text}], "answer": "a"}] for text in (train, valid)]
+
+    validate(*rows)
+
+    warned = [one for one in bench.events("warn") if "and 1 more differ from one only in case, spaces" in one]
+    assert bool(warned) is similar
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The experience of a job that samples: its sampler, its trainer, and what scores its answers."""
 
+import math
 from functools import partial
 
+from graders.build import judge_parts, reward_model_parts
 from graders.spec import GraderSpec
 from graders.types import Grader
 from worker.checks import compatibility_cache
@@ -20,8 +22,10 @@ from worker.prepare.scorers import load_reward_model, training_rewards
 from worker.prepare.task import PromptTask, effort_of
 from worker.prepare.training_plan import TrainingPlan
 from worker.recording.recorder import JobRecorder
+from worker.rollout.anchors import JudgeAnchors
 from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.reward_models import PolicyScores
+from worker.rollout.shadow import Shadow
 from worker.sampling import Sampler, choice
 from worker.sampling.placement import Placement
 from worker.sampling.transformers import TransformersSampler
@@ -64,6 +68,8 @@ def rollout_experience(
         thresholds=settings.warnings,
         ratio=ratio_of(plan.base.engines, plan.world),
         sampled=plan.attempt.sampled,
+        shadow=shadow_of(plan, task),
+        anchors=anchors_of(task, spec, grader),
     )
 
 
@@ -173,6 +179,19 @@ def scorer_of(plan: TrainingPlan, task: PromptTask, policy: Policy, grader: Grad
         scores = PolicyScores(policy, loaded, plan.memory.token_budget, plan.beat)
     reader = None if task.tool_parser is None else CallReader.of(task.tool_parser, policy.tokenizer)
     return Rewards(grader, parse_json=bool(task.response_schema), models=scores, call_reader=reader)
+
+
+def shadow_of(plan: TrainingPlan, task: PromptTask) -> Shadow | None:
+    grader = plan.attempt.shadow_grader
+    return None if grader is None else Shadow(grader, parse_json=bool(task.response_schema))
+
+
+def anchors_of(task: PromptTask, spec: GraderSpec | None, grader: Grader | None) -> JudgeAnchors | None:
+    """None: no judge grades, or only with scores of reward models, which are not computed again."""
+    if spec is None or grader is None or not any(judge_parts(spec)) or any(reward_model_parts(spec)):
+        return None
+    looks = math.ceil(task.settings.total_steps / task.settings.eval_interval)
+    return JudgeAnchors(grader, looks, parse_json=bool(task.response_schema))
 
 
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:

@@ -210,23 +210,19 @@ class JobCheckpoints:
             pages.delete_row(session, checkpoint, owner=checkpoint.job_id)
         # An attempt trains with what the first one has resolved.
         job.resolved = {**(job.resolved or {}), **rollback.learning_rates}
-        learning_rate, numbers = rollback.learning_rates["learning_rate"], rollback.data
+        learning_rate = rollback.learning_rates["learning_rate"]
         target = f"checkpoint of step {rollback.step}, the last healthy one" if rollback.step else "start"
         events.append(
             session,
             job.id,
-            f"The job continues from the {target}, with the learning rate {learning_rate:.3g}, a third of the one "
-            f"before. {rollback.evidence}",
+            f"The job continues from the {target}, with the learning rate {learning_rate:.3g}, {rollback.share} of the "
+            f"one before. {rollback.evidence}",
             level="warn",
             data={
                 "rule": RULE,
-                "collapsed_at_step": rollback.collapsed_at,
                 "continues_from_step": rollback.step,
                 "learning_rate": learning_rate,
-                "train_mean_reward": numbers["train_mean_reward"],
-                "first_train_mean_reward": numbers["first_train_mean_reward"],
-                "sampling_entropy": numbers.get("sampling_entropy"),
-                "first_sampling_entropy": numbers.get("first_sampling_entropy"),
+                **rollback.data,
             },
         )
         return True

@@ -7,7 +7,7 @@ from core.jobs.verdict import Verdict, counted
 from core.thresholds import Thresholds
 from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder
-from worker.recording import monitors
+from worker.recording import monitors, shadow
 from worker.recording.verdict import compare
 from worker.refusals import UserMistake
 
@@ -67,6 +67,7 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
         start=recorder.parent_model,
         held_out=recorder.is_held_out,
     )
+    verdict = shadow.with_shadow(verdict, history.steps)
     if not verdict.below_base:
         recorder.judged(verdict, verdict.sentence(), level="info", data={})
         return verdict

@@ -12,7 +12,7 @@ from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NOT_EXECUTED, StopReason
 from worker.history import Steps, first
-from worker.recording import passes
+from worker.recording import answer_statistics, passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import policy_loss
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
@@ -49,12 +49,15 @@ def of_step(
     ahead_seconds: float | None = None,
     gpus: int = 1,
     base_scores: RowScores | None = None,
+    base_shadow_scores: RowScores | None = None,
+    judge_drift: Mapping[str, float | None] | None = None,
     pass_score: float = 1.0,
 ) -> StepMetrics:
     """The metrics of a step. Step 0 is the validation of the base and has no training part.
 
     The metrics show each of `graders` by name; there are none if a teacher scores the answers.
-    `base_scores` are the row scores of step 0, with which a later validation is compared.
+    `base_scores` are the row scores of step 0, with which a later validation is compared, and `base_shadow_scores`
+    those by the shadow grader.
     """
     splits = [("train", train_P)] if train_P else []
     if valid_P is not None:
@@ -64,13 +67,12 @@ def of_step(
         data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
-    if valid_P is not None and graders:
-        numeric = any(part.compares_numbers for part in graders)
-        data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
-    if valid_P is not None and base_scores is not None:
-        data |= _against_base(base_scores, valid_P)
+    if valid_P is not None:
+        data |= _of_validation(valid_P, graders, pass_score, base_scores) | dict(judge_drift or {})
+        scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
+        data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
     if train_P and graders:
-        data |= _signal(train_P, settings)
+        data |= _signal(train_P, settings) | answer_statistics.of_answers(train_P)
     if update is not None:
         data |= _update(update)
     data |= _staleness(step, train_P)
@@ -83,6 +85,19 @@ def of_step(
     step_seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())}
     data["timing"] = {"step": step_seconds, "graders": _per_grader(graders, splits, _latency_fields)}
     return StepMetrics(**data)
+
+
+def _of_validation(
+    valid_P: Sequence[Group], graders: Sequence[GraderPart], pass_score: float, base_scores: RowScores | None
+) -> dict[str, Any]:
+    """How often rows pass, and the difference to step 0."""
+    data: dict[str, Any] = {}
+    if graders:
+        numeric = any(part.compares_numbers for part in graders)
+        data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
+    if base_scores is not None:
+        data |= _against_base(base_scores, valid_P)
+    return data
 
 
 def _of_graders(

@@ -3,15 +3,22 @@
 Each rule documents its inputs: a few of the first steps and up to seven of the last.
 """
 
+import logging
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from core.jobs.verdict import Verdict
 from core.rewards import EQUAL, all_equal
 from core.thresholds import Thresholds
 from worker.history import Steps, first, last, reward_unit
+from worker.recording import gaming
+from worker.recording.gaming import Found
 from worker.types import Finding
+
+log = logging.getLogger(__name__)
+
+Rule = Callable[[Steps, float], Found | None]
+"""A rule with its threshold: the sentence for the user and its numbers, or None if it does not hold."""
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
 # `kl` is measured on one pack a step. In healthy runs of the demo it jumps by 1.5 nats for two steps at the start, and
@@ -27,14 +34,24 @@ LOST = 0.1  # a training reward lower than at the start by this share of its uni
 NORMAL_95 = 1.96
 
 
-def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) -> list[Finding]:
-    """The rules that hold after the last of `steps`, without those that have `warned` before."""
+def check(
+    steps: Steps,
+    thresholds: Thresholds,
+    warned: Collection[str] = (),
+    rules: Mapping[str, tuple[Rule, str]] | None = None,
+) -> list[Finding]:
+    """The rules that hold after the last of `steps`, without those that have `warned` before. Default: all RULES."""
     findings = []
-    for name, (rule, threshold) in _RULES.items():
+    for name, (rule, threshold) in (RULES if rules is None else rules).items():
         bound = getattr(thresholds, threshold)
         if bound is None or name in warned:
             continue
-        if (found := rule(steps, bound)) is not None:
+        try:
+            found = rule(steps, bound)
+        except Exception:  # what is wrong with a rule must not end a run
+            log.exception("the rule %s failed at step %d", name, steps[-1].step)
+            continue
+        if found is not None:
             message, data = found
             findings.append(Finding(name, message, {**data, "threshold": bound}))
     return findings
@@ -163,9 +180,6 @@ def _replayed(steps: Steps, thresholds: Thresholds) -> Iterator[Finding]:
         for finding in check(steps[:end], thresholds, warned):
             warned.add(finding.rule)
             yield finding
-
-
-Found = tuple[str, dict[str, Any]]
 
 
 def _collapse(steps: Steps, share: float) -> Found | None:
@@ -363,7 +377,7 @@ def _inert_part(steps: Steps, bound: float) -> Found | None:
     )
 
 
-_RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
+RULES: Mapping[str, tuple[Rule, str]] = {
     "collapse": (_collapse, "entropy_share"),
     "below_base": (_below_base, "below_base"),
     "overfitting": (_overfitting, "overfitting"),
@@ -371,5 +385,22 @@ _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "truncation": (_truncation, "truncated_share"),
     "length_inflation": (_length_inflation, "length_factor"),
     "inert_part": (_inert_part, "inert_steps"),
+    "one_sided_gain": (gaming.one_sided_gain, "part_gain"),
+    "length_reward": (gaming.length_reward, "length_reward"),
+    "copied_prompt": (gaming.copied_prompt, "copied_prompt"),
+    "repetition": (gaming.repetition, "repetition"),
+    "judge_drift": (gaming.judge_drift, "judge_drift"),
+    "validation_falls": (gaming.validation_falls, "validation_fall"),
+    "shadow_divergence": (gaming.shadow_divergence, "shadow_divergence"),
+    "shadow_ungraded": (gaming.shadow_ungraded, "shadow_ungraded"),
 }
-RULES = tuple(_RULES)
+# The rules of gaming and overfitting, on which `stopping.on_alarm` of a job acts; the others only inform.
+ALARMS = (
+    "shadow_divergence",
+    "one_sided_gain",
+    "length_reward",
+    "copied_prompt",
+    "repetition",
+    "judge_drift",
+    "validation_falls",
+)

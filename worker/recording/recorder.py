@@ -29,7 +29,7 @@ from worker.history import History
 from worker.recording import metrics, results
 from worker.recording.checkpoints import publish
 from worker.recording.rollouts import TextsOf, rows_of, with_tokens
-from worker.types import Finding, GradedStep, RowScores
+from worker.types import Finding, GradedStep, Pause, RowScores
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,11 @@ class JobRecorder:
 
         def read(session: Session) -> tuple[list[StepMetrics], History]:
             steps = events.metrics(session, self.job.id)
-            base_scores = events.valid_scores(session, self.job.id, 0)
-            return steps, History.of(steps, base_scores, events.warned(session, self.job.id))
+            job_id = self.job.id
+            base_scores = events.valid_scores(session, job_id, 0)
+            base_shadow_scores = events.shadow_scores(session, job_id, 0)
+            warned = events.warned(session, job_id)
+            return steps, History.of(steps, base_scores, warned, base_shadow_scores)
 
         return self.attempt.read(read)
 
@@ -121,7 +124,9 @@ class JobRecorder:
         *,
         ahead: RemainingSteps,
         valid_scores: RowScores | None = None,
+        shadow_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
+        alarm: Pause | None = None,
     ) -> bool:
         """The warnings of the step are in its transaction, so that each is written exactly as often as its step."""
         step = measured.step
@@ -136,7 +141,7 @@ class JobRecorder:
             if not again:  # else it was committed, and the connection broke before we heard of it
                 for page in pages:
                     session.merge(page)
-                events.record_step(session, self.attempt.claim, measured, valid_scores)
+                events.record_step(session, self.attempt.claim, measured, valid_scores, shadow_scores)
                 message, data = metrics.message(measured), measured.to_data()
                 events.append(session, job.id, message, type="metrics", data=data, step=step)
                 for finding in findings:
@@ -149,6 +154,8 @@ class JobRecorder:
                 webhooks.emit_thresholds(job, measured)
                 if ahead.steps:
                     self._pause_at_a_cap(session, job)
+                    if alarm is not None:
+                        lifecycle.pause_by_service(session, job, alarm.message, dict(alarm.data))
             return job.status == "pausing"
 
         pause = self.attempt.write(write)

@@ -1,4 +1,7 @@
-"""Return a collapsed job to its last healthy checkpoint, once, with a lower learning rate. Pure functions."""
+"""Return a job to its last healthy checkpoint, once, with a lower learning rate. Pure functions.
+
+After a collapse every job is returned, and after an alarm those with `on_alarm` "rollback".
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -10,38 +13,58 @@ from worker.types import Rollback
 
 RULE = "rollback"  # in the event, which is never superseded: a job has at most one
 RATE = 1 / 3  # of the learning rate that collapsed
+ALARM_RATE = 1 / 2  # of the one at which an alarm fired
+
+# Of a collapse, in the event.
+NUMBERS = ("train_mean_reward", "first_train_mean_reward", "sampling_entropy", "first_sampling_entropy")
 
 
 def rollback(
     history: History, saved: Callable[[], Iterable[int]], settings: Resolved, thresholds: Thresholds
 ) -> Rollback | None:
-    """Return how the job continues after its newest step, if its model has certainly collapsed in it.
+    """Return how the job continues after its newest step, if its model has certainly collapsed in it, or by an alarm.
 
-    A checkpoint is healthy if the metrics have no evidence of damage to its model, or if its validation is above that
-    of step 0 by more than chance.
+    After a collapse, a checkpoint is healthy if the metrics have no evidence of damage to its model, or if its
+    validation is above that of step 0 by more than chance. After an alarm, no alarm holds at the step of a healthy one.
 
     Args:
-        saved: returns the steps of the checkpoints; called only after a collapse.
+        saved: returns the steps of the checkpoints; called only if the job is returned.
 
     Returns:
-        None: the model has not collapsed, the job was rolled back before or has `rollback` off, or no step is left.
+        None: there is no reason, the job was rolled back before, or no step is left.
     """
     steps = history.steps
     now = steps[-1].step
-    if not settings.rollback or RULE in history.warned or now >= settings.total_steps:
+    if RULE in history.warned or now >= settings.total_steps:
         return None
     found = {finding.rule: finding for finding in monitors.check(steps, thresholds)}
-    if "collapse" not in found or not monitors.is_lost(steps):
+
+    def newest(is_healthy: Callable[[Steps, int, Thresholds], bool]) -> int:
+        before = (step for step in sorted(saved(), reverse=True) if step < now)
+        return next((step for step in before if is_healthy(steps, step, thresholds)), 0)
+
+    if settings.rollback and "collapse" in found and monitors.is_lost(steps):
+        collapse = found["collapse"]
+        evidence = collapse.message.removesuffix(" Lower the learning rate.")
+        data = {"collapsed_at_step": now} | {name: collapse.data.get(name) for name in NUMBERS}
+        return Rollback(newest(_is_healthy), "a third", _rates(settings, RATE), evidence, data)
+    alarm = next((one for rule, one in found.items() if rule in monitors.ALARMS), None)
+    if alarm is None or settings.on_alarm != "rollback":
         return None
-    healthy = (step for step in sorted(saved(), reverse=True) if step < now)
-    target = next((step for step in healthy if _is_healthy(steps, step, thresholds)), 0)
-    learning_rates = {"learning_rate": settings.learning_rate * RATE}
+    data = {"alarm": alarm.rule, "alarm_at_step": now}
+    return Rollback(newest(_has_no_alarm), "half", _rates(settings, ALARM_RATE), alarm.message, data)
+
+
+def _rates(settings: Resolved, share: float) -> dict[str, float]:
+    rates = {"learning_rate": settings.learning_rate * share}
     if settings.value_learning_rate is not None:
-        learning_rates["value_learning_rate"] = settings.value_learning_rate * RATE
-    collapse = found["collapse"]
-    return Rollback(
-        target, now, learning_rates, collapse.message.removesuffix(" Lower the learning rate."), collapse.data
-    )
+        rates["value_learning_rate"] = settings.value_learning_rate * share
+    return rates
+
+
+def _has_no_alarm(steps: Steps, step: int, thresholds: Thresholds) -> bool:
+    until = [one for one in steps if one.step <= step]
+    return not any(finding.rule in monitors.ALARMS for finding in monitors.check(until, thresholds))
 
 
 def _is_healthy(steps: Steps, step: int, thresholds: Thresholds) -> bool:

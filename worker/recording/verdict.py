@@ -21,8 +21,13 @@ CLEARLY_LOWER = 0.05
 
 def row_scores(groups_P: Sequence[Group]) -> list[float | None]:
     """The mean score of each row's graded answers."""
-    scores_P = [[score for score in group.rewards_G if score is not None] for group in groups_P]
-    return [fmean(scores) if scores else None for scores in scores_P]
+    return row_means([group.rewards_G for group in groups_P])
+
+
+def row_means(scores_PG: Sequence[RowScores]) -> list[float | None]:
+    """The mean of each row's scores that are there."""
+    graded_PG = [[score for score in scores_G if score is not None] for scores_G in scores_PG]
+    return [fmean(graded_G) if graded_G else None for graded_G in graded_PG]
 
 
 def standard_error(scores: RowScores) -> float | None:

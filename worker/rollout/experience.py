@@ -8,7 +8,7 @@ groups at once.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
 from graders.run import grade_one
 from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
-from graders.types import ErrorKind, Grade, Grader, Sample
+from graders.types import ErrorKind, Grade, Grader
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
 from worker.gpu_ratio import RatioMeasurement
@@ -25,19 +25,25 @@ from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
 from worker.model.tool_calls import CallReader
 from worker.progress import PROGRESS
-from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
+from worker.recording import alerts, delivery, divergence, metrics, monitors, shadow, stopping
+from worker.recording.exploits import pause_of
 from worker.recording.rollback import rollback
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
+from worker.rollout.anchors import JudgeAnchors
 from worker.rollout.prompts import PromptStream
+from worker.rollout.samples import sample_of
+from worker.rollout.shadow import Shadow
 from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
 from worker.training.steps import with_steps_only
 from worker.types import (
+    Finding,
     GradedStep,
     GraderPart,
     Group,
+    Pause,
     Prompt,
     Rollback,
     Rollout,
@@ -233,6 +239,9 @@ class RolloutExperience:
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
     ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
     sampled: SampledTokens = field(default_factory=SampledTokens)  # of the attempt
+    shadow: Shadow | None = None  # scores validations beside the grader
+    anchors: JudgeAnchors | None = None  # if the grader has a judge
+    drift: Mapping[str, float | None] = field(default_factory=dict, init=False)  # of the newest validation
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -274,7 +283,10 @@ class RolloutExperience:
         )
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
-            return await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+            groups_P = await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+            if self.anchors is not None:
+                self.drift = await self.anchors.drift(groups_P)
+            return groups_P if self.shadow is None else await self.shadow.grade(groups_P)
 
     def measure(
         self,
@@ -297,6 +309,8 @@ class RolloutExperience:
             ahead_seconds=None if learned is None else self.collector.ahead_seconds,
             gpus=self.gpus,
             base_scores=history.base_scores,
+            base_shadow_scores=history.base_shadow_scores,
+            judge_drift={} if validated is None else self.drift,
             pass_score=self.settings.eval_pass_score,
         )
 
@@ -321,10 +335,22 @@ class RolloutExperience:
             stored.append(GradedStep("train", groups_P, signals_PG, own=own, tokens=tokens))
         if validated is not None:
             stored.append(GradedStep("valid", validated))
-        found = monitors.check([*history.steps, data.without_sections()], self.thresholds, history.warned)
+        found = monitors.check(history.with_newest(data), self.thresholds, history.warned)
         if learned is not None:
             found += monitors.alike_rewards(self._compared_rewards(learned.groups_P), history.warned)
-        return StepDetails(stored, None if validated is None else row_scores(validated), found)
+        pause = self._pause(found, [] if learned is None else learned.groups_P, validated or [])
+        if validated is None:
+            return StepDetails(stored, findings=found, alarm=pause)
+        return StepDetails(stored, row_scores(validated), shadow.row_scores(validated), found, pause)
+
+    def _pause(
+        self, found: Sequence[Finding], train_P: Sequence[Group], valid_P: Sequence[Group]
+    ) -> Pause | None:
+        """The pause for the first alarm among the findings, if the job asks for one."""
+        alarm = next((one for one in found if one.rule in monitors.ALARMS), None)
+        if alarm is None or self.settings.on_alarm != "pause":
+            return None
+        return pause_of(alarm, train_P, valid_P)
 
     def _compared_rewards(self, train_P: Sequence[Group]) -> list[Sequence[float | None]]:
         """The rewards that the loss compares with each other, by group; none if it compares those of all groups."""
@@ -473,19 +499,7 @@ class Rewards:
         if rollout.episode is not None and rollout.is_discarded:
             return Grade(None, f"the episode was discarded: {rollout.episode.problem}", ErrorKind.other_error)
         async with self._slots:
-            sample = Sample.from_text(
-                rollout.content, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
-            )
-            if (episode := rollout.episode) is not None:
-                sample = replace(
-                    sample, messages=episode.messages, stop=episode.stop, trace_id=episode.trace_id
-                )
-            sample = replace(
-                sample,
-                model_scores=of_models,
-                output_tools=rollout.tool_calls,
-                output_tools_error="" if rollout.parsed is None else rollout.parsed.error,
-            )
+            sample = sample_of(rollout, parse_json=self.parse_json, model_scores=of_models)
             return await grade_one(self.grader, sample, prompt.item)
 
 

@@ -20,7 +20,7 @@ from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
-from core.jobs.params import FORMAT_PARAM, GRADER_PARAM
+from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM
 from core.jobs.tools import names_of, tools_mismatch
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
@@ -238,6 +238,7 @@ def _checked(
             with _booked(settings, database, job) as ledger:
                 dry = _doubt(backends, spec, job.project_id, probed, schema, lease, ledger)
                 warnings.append(asyncio.run(dry))
+                warnings.append(_shadow_doubt(backends, job, rows, schema, lease, ledger))
     except NotConfigured:
         raise
     except (InvalidGrader, GraderCannotRun) as refused:
@@ -247,6 +248,35 @@ def _checked(
             warnings += _row_doubts(spec, name, examples, lease.progressed)
     warnings.append(_not_held_out(job, rows, valid_rows))
     return CheckedJob(spec, rows, valid_rows, [warning for warning in warnings if warning])
+
+
+def _shadow_doubt(
+    backends: Backends,
+    job: Job,
+    rows: Sequence[Example],
+    schema: Mapping[str, Any] | None,
+    lease: LeaseKeeper,
+    ledger: TokenLedger,
+) -> str | None:
+    """Check the job's shadow grader, and return the warning of its dry run; None without one.
+
+    Raises:
+        UserMistake: this machine cannot run it, or it reads what no row has.
+        NotConfigured, EnvironmentNotBuilt: as the grader itself.
+    """
+    if job.body.get("shadow_grader") is None:
+        return None
+    try:
+        spec = parse_grader(job.body["shadow_grader"], SHADOW_PARAM)
+        backends.check(spec, SHADOW_PARAM)
+        _refuse_reads(job, spec, SHADOW_PARAM, rows)
+        probed = rows[:DRY_RUN_ROWS]
+        doubt = asyncio.run(_doubt(backends, spec, job.project_id, probed, schema, lease, ledger))
+    except NotConfigured:
+        raise
+    except (InvalidGrader, GraderCannotRun) as refused:
+        raise UserMistake("invalid_grader", str(refused), SHADOW_PARAM) from refused
+    return None if doubt is None else f"Shadow grader: {doubt}"
 
 
 def _refuse_tools(
@@ -274,13 +304,17 @@ def _refuse_tools(
         raise UserMistake("invalid_value", problem, param)
     if names_of(job.body):
         _refuse_schemas(files)
-    if spec is None:
-        return
-    if not names_of(job.body) and (read := reads_sample(spec, GRADER_PARAM, EPISODE_FIELDS)) is not None:
+    if spec is not None:
+        _refuse_reads(job, spec, GRADER_PARAM, rows)
+
+
+def _refuse_reads(job: Job, spec: GraderSpec, param: str, rows: Sequence[Example]) -> None:
+    """Raise UserMistake for a grader that reads what the job's answers never have."""
+    if not names_of(job.body) and (read := reads_sample(spec, param, EPISODE_FIELDS)) is not None:
         where, name = read
         message = f"'{where}' reads sample.{name}, which is null in a job without 'tools'."
         raise UserMistake("invalid_grader", message, where)
-    if (read := reads_sample(spec, GRADER_PARAM, ("output_tools",))) and not any(row.tools for row in rows):
+    if (read := reads_sample(spec, param, ("output_tools",))) and not any(row.tools for row in rows):
         where, name = read
         message = f"'{where}' reads sample.{name}, and no row of the training file has tools."
         raise UserMistake("invalid_grader", message, where)
@@ -331,12 +365,21 @@ def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Exampl
         return SAME_FILE
     learned = set(map(_prompt_of, rows))
     shared = sum(_prompt_of(row) in learned for row in valid_rows)
-    if not shared:
+    known = {_letters_of(row) for row in rows}
+    similar = sum(_letters_of(row) in known for row in valid_rows) - shared
+    if not shared and not similar:
         return None
+    near = f", and {similar} more differ from one only in case, spaces or punctuation" if similar else ""
     return (
-        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
-        "measure generalization to new prompts."
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row{near}. Their rewards do "
+        "not measure generalization to new prompts."
     )
+
+
+def _letters_of(row: Example) -> str:
+    """The messages and tools of a row without case, repeated spaces and the punctuation that is not inside numbers."""
+    text = _prompt_of(row).casefold().replace("\\n", " ")
+    return " ".join(re.sub(r"[?'\"\\]|[.,:;](?!\d)", "", text).split())
 
 
 def _prompt_of(row: Example) -> str:

@@ -1,0 +1,83 @@
+"""Statistics of the answers of a step that do not depend on the grader alone. Pure functions, linear in its tokens."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from core.rewards import all_equal
+from worker.types import Group
+
+REPEATED = 4  # tokens of a run that occurs again in an answer
+COPIED = 6  # tokens of a run that an answer has from its prompt
+MOSTLY = 0.5  # an answer is copied if this share of its runs is in the prompt
+
+
+def of_answers(train_P: Sequence[Group]) -> dict[str, float]:
+    """The metrics of a step's answers, without those that there are no answers for."""
+    data = _length_reward(train_P)
+    copied = [
+        share
+        for group in train_P
+        for share in copied_shares(group.prompt.ids, [one.output_ids_T for one in group.rollouts_G])
+    ]
+    repeated = [
+        share
+        for group in train_P
+        for one in group.rollouts_G
+        if (share := repeated_share(one.output_ids_T)) is not None
+    ]
+    if copied:
+        data["copied_prompt_share"] = fmean(share >= MOSTLY for share in copied)
+    if repeated:
+        data["repeated_tokens_share"] = fmean(repeated)
+    return data
+
+
+def copied_shares(prompt_T: Sequence[int], answers_GT: Sequence[Sequence[int]]) -> list[float]:
+    """Of each answer with at least COPIED tokens, the share of its runs of COPIED tokens that the prompt has."""
+    known = set(_runs(prompt_T, COPIED))
+    return [
+        fmean(run in known for run in runs) for answer_T in answers_GT if (runs := _runs(answer_T, COPIED))
+    ]
+
+
+def repeated_share(answer_T: Sequence[int]) -> float | None:
+    """The share of the answer's runs of REPEATED tokens that occurred before in it; None: it is shorter."""
+    runs = _runs(answer_T, REPEATED)
+    return 1 - len(set(runs)) / len(runs) if runs else None
+
+
+def _runs(tokens_T: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return list(zip(*(tokens_T[start:] for start in range(size)), strict=False))
+
+
+def _length_reward(train_P: Sequence[Group]) -> dict[str, float]:
+    """Pearson's correlation of length and reward among the answers to one prompt, and its z value.
+
+    Both are centered on their group, so a prompt with long answers and high rewards does not count. Without a relation
+    the mean of r sqrt(n) is 0 and its variance 1, with n the answers less one for each group.
+    """
+    lengths: list[float] = []
+    rewards: list[float] = []
+    freedom = 0
+    for group in train_P:
+        pairs = [
+            (float(len(one.output_ids_T)), grade.score)
+            for one, grade in zip(group.rollouts_G, group.grades_G, strict=True)
+            if grade.score is not None
+        ]
+        scores = [score for _, score in pairs]
+        if len(pairs) < 2 or all_equal(scores):
+            continue
+        freedom += len(pairs) - 1
+        length, reward = fmean(tokens for tokens, _ in pairs), fmean(scores)
+        lengths += [tokens - length for tokens, _ in pairs]
+        rewards += [score - reward for score in scores]
+    square = math.sqrt(math.fsum(x * x for x in lengths) * math.fsum(y * y for y in rewards))
+    if not square:
+        return {}
+    correlation = math.fsum(x * y for x, y in zip(lengths, rewards, strict=True)) / square
+    return {
+        "length_reward_correlation": correlation,
+        "length_reward_z": correlation * math.sqrt(freedom),
+    }

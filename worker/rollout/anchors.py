@@ -1,0 +1,64 @@
+"""Anchor answers, which a judge grades again at each validation: equal answers with other scores are its drift."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from core.statistics import sequential_low
+from graders.calls import ServerAway
+from graders.run import grade_all
+from graders.types import Grader, Item, Sample
+from worker.rollout.samples import sample_of
+from worker.types import Group
+
+ANCHORS = 16  # answers, each of another row; each costs one more grade at every validation
+
+
+@dataclass
+class JudgeAnchors:
+    """Answers of the first validation of the attempt, with their scores then."""
+
+    grader: Grader
+    looks: int  # validations after the first one, at each of which an alarm may fire
+    parse_json: bool = False
+    _anchors: list[tuple[Sample, Item, float]] = field(default_factory=list, init=False)
+
+    async def drift(self, groups_P: Sequence[Group]) -> dict[str, float | None]:
+        """Grade the anchors again, and return the metrics of their change. The first call chooses them.
+
+        A grade that fails is left out; without the judge's server there is no metric.
+        """
+        if not self._anchors:
+            self._anchors = self._chosen(groups_P)
+            return {}
+        try:
+            grades = await grade_all(self.grader, [(sample, item) for sample, item, _ in self._anchors])
+        except ServerAway:
+            return {}
+        changes = [
+            grade.score - before
+            for grade, (_, _, before) in zip(grades, self._anchors, strict=True)
+            if grade.score is not None
+        ]
+        if not changes:
+            return {}
+        high = sequential_low([-one for one in changes], 2 * self.looks)
+        return {
+            "judge_drift": fmean(changes),
+            "judge_drift_low": sequential_low(changes, 2 * self.looks),
+            "judge_drift_high": None if high is None else -high,
+        }
+
+    def _chosen(self, groups_P: Sequence[Group]) -> list[tuple[Sample, Item, float]]:
+        """The first answer of as many rows, at equal distances in the file."""
+        graded = [
+            (group, score)
+            for group in groups_P
+            if (score := group.grades_G[0].score) is not None and not group.rollouts_G[0].is_discarded
+        ]
+        number = min(ANCHORS, len(graded))
+        places = (place * len(graded) // number for place in range(number))
+        return [
+            (sample_of(group.rollouts_G[0], parse_json=self.parse_json), group.prompt.item, score)
+            for group, score in (graded[place] for place in places)
+        ]
