@@ -138,6 +138,11 @@ class Rollout:
         return () if self.parsed is None else self.parsed.tool_calls(self.text)
 
     @property
+    def last_call(self) -> "Rollout":
+        """The call that `text` is of: of an episode the last one with tokens, else the answer itself."""
+        return _last_call(self.nodes) if self.nodes else self
+
+    @property
     def is_truncated(self) -> bool:
         return self.finish_reason == "length"
 

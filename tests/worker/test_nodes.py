@@ -62,6 +62,8 @@ def test_an_episode_that_ends_with_context_has_the_text_of_its_last_call() -> No
 
     assert (whole.text, whole.reasoning, whole.parsed) == ("42", "8", ParsedAnswer("42"))
     assert whole.output_ids_T[whole.grammar_start :] == (9, 2)
+    assert whole.last_call is read
+    assert FIRST.last_call is FIRST
 
 
 @pytest.mark.parametrize(

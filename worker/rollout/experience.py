@@ -493,7 +493,8 @@ class Rewards:
     def _parsed(self, prompt: Prompt, rollout: Rollout) -> Rollout:
         if self.call_reader is None or rollout.episode is not None:
             return rollout
-        return self.call_reader.parsed(rollout, prompt.item)
+        read = self.call_reader.parsed(rollout.last_call, prompt.item)
+        return replace(rollout, parsed=read.parsed) if rollout.nodes else read
 
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
         if rollout.episode is not None and rollout.is_discarded:
