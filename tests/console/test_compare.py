@@ -94,7 +94,7 @@ def test_the_legends_show_the_result_of_each_job(
     results = [untyped(server.client().fine_tuning.jobs.retrieve(job)).result for job in (finished, other)]
     expect(legend).to_have_text(
         [
-            re.compile(rf"{name} {result['value']:.3g} ?delivered, step {result['step']}$")
+            re.compile(rf"{name} {result['value']:.3g} ?delivered, step {result['step']}(, last \S+)?$")
             for name, result in zip(("finished", "other"), results, strict=True)
         ]
     )
@@ -120,7 +120,7 @@ def test_the_legend_of_the_loss_shows_the_delivered_checkpoint(logged_in: Page, 
     result = untyped(client.fine_tuning.jobs.retrieve(job_id)).result
     validation = logged_in.locator("figure").filter(has=logged_in.get_by_role("heading", name="Loss"))
     expect(validation.locator(".entry", has_text="validation")).to_have_text(
-        re.compile(rf"validation {result['value']:.3g} ?delivered, step {result['step']}$")
+        re.compile(rf"validation {result['value']:.3g} ?delivered, step {result['step']}(, last \S+)?$")
     )
     assert result["metric"] == "full_valid_loss"
 
