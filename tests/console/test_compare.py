@@ -85,6 +85,18 @@ def test_the_curves_have_the_values_of_both_jobs(
         assert shown == [str(step), *(NONE if value is None else f"{value:.3f}" for value in values)]
 
 
+def test_without_a_choice_the_newest_two_jobs_are_offered(
+    logged_in: Page, finished: str, other: str, accessible: Accessible
+) -> None:
+    logged_in.goto("/#/compare")
+    expect(logged_in.get_by_role("heading", name="Which job is better?")).to_be_visible()
+    accessible(logged_in)
+
+    logged_in.get_by_role("button", name=re.compile("^Compare .* with ")).click()
+
+    expect(logged_in.get_by_role("list", name="Compared jobs").get_by_role("listitem")).to_have_count(2)
+
+
 def test_the_legends_show_the_result_of_each_job(
     logged_in: Page, server: Server, finished: str, other: str
 ) -> None:

@@ -147,7 +147,7 @@ def test_the_page_of_a_job_answers_in_the_order_of_questions(
     accessible(logged_in)
     logged_in.get_by_role("button", name="Close").click()
     steps.get_by_role("link", name="Try it").click()
-    expect(logged_in.get_by_role("heading", level=1)).to_have_text("Arena")
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text(job.fine_tuned_model)
 
 
 def test_the_sign_of_a_run_gives_its_reason_on_focus(logged_in: Page, finished: str) -> None:

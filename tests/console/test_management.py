@@ -336,6 +336,31 @@ def ask(page: Page) -> None:
     page.get_by_role("button", name="Equally good").wait_for()
 
 
+def test_a_tuned_model_is_tried_beside_its_base_on_a_row_of_the_validation(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    client = patient(server.client())  # the page shows the 503 of an inference server that is starting
+    model = present(client.fine_tuning.jobs.retrieve(finished).fine_tuned_model)
+    asked: Any = {"messages": [{"role": "user", "content": "is it green"}], "temperature": 0, "seed": 1}
+    said = [
+        client.chat.completions.create(model=name, max_completion_tokens=256, **asked)
+        .choices[0]
+        .message.content
+        for name in ("tiny", model)
+    ]
+    logged_in.goto(f"/#/models/{model}")
+    box = logged_in.get_by_role("region", name="Try it")
+
+    box.get_by_role("button", name="is it green").click()
+    expect(box.get_by_text("Expected: yes")).to_be_visible()
+    box.get_by_role("button", name="Answer").click()
+
+    for at, text in enumerate(said):
+        expect(box.get_by_test_id(f"try-{at}")).to_have_text(present(text))
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+
+
 def test_the_arena_has_two_models_answer_side_by_side(
     logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
 ) -> None:
