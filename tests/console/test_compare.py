@@ -85,6 +85,18 @@ def test_the_curves_have_the_values_of_both_jobs(
         assert shown == [str(step), *(NONE if value is None else f"{value:.3f}" for value in values)]
 
 
+def test_without_a_choice_the_newest_two_jobs_are_offered(
+    logged_in: Page, finished: str, other: str, accessible: Accessible
+) -> None:
+    logged_in.goto("/#/compare")
+    expect(logged_in.get_by_role("heading", name="Which job is better?")).to_be_visible()
+    accessible(logged_in)
+
+    logged_in.get_by_role("button", name=re.compile("^Compare .* with ")).click()
+
+    expect(logged_in.get_by_role("list", name="Compared jobs").get_by_role("listitem")).to_have_count(2)
+
+
 def test_the_legends_show_the_result_of_each_job(
     logged_in: Page, server: Server, finished: str, other: str
 ) -> None:
@@ -94,7 +106,7 @@ def test_the_legends_show_the_result_of_each_job(
     results = [untyped(server.client().fine_tuning.jobs.retrieve(job)).result for job in (finished, other)]
     expect(legend).to_have_text(
         [
-            re.compile(rf"{name} {result['value']:.3g} ?delivered, step {result['step']}$")
+            re.compile(rf"{name} {result['value']:.3g} ?delivered, step {result['step']}(, last \S+)?$")
             for name, result in zip(("finished", "other"), results, strict=True)
         ]
     )
@@ -120,7 +132,7 @@ def test_the_legend_of_the_loss_shows_the_delivered_checkpoint(logged_in: Page, 
     result = untyped(client.fine_tuning.jobs.retrieve(job_id)).result
     validation = logged_in.locator("figure").filter(has=logged_in.get_by_role("heading", name="Loss"))
     expect(validation.locator(".entry", has_text="validation")).to_have_text(
-        re.compile(rf"validation {result['value']:.3g} ?delivered, step {result['step']}$")
+        re.compile(rf"validation {result['value']:.3g} ?delivered, step {result['step']}(, last \S+)?$")
     )
     assert result["metric"] == "full_valid_loss"
 

@@ -102,6 +102,91 @@ def test_every_page_is_accessible_in_both_themes(
     assert page.evaluate("document.documentElement.dataset.theme") == theme
 
 
+def test_an_address_that_leads_nowhere_says_so(logged_in: Page, accessible: Accessible) -> None:
+    logged_in.goto("/#/nonsense")
+
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text("No page has this address")
+    accessible(logged_in)
+    logged_in.get_by_role("link", name="Go to the jobs").click()
+    expect(logged_in.get_by_role("heading", name="Jobs", exact=True)).to_be_visible()
+
+
+def test_the_pages_are_found_in_the_menu_of_a_telephone(logged_in: Page, accessible: Accessible) -> None:
+    logged_in.set_viewport_size({"width": 390, "height": 800})
+    pages = logged_in.get_by_role("navigation", name="Pages")
+    expect(pages).to_be_hidden()
+
+    logged_in.get_by_role("button", name="Menu").click()
+
+    accessible(logged_in)
+    pages.get_by_role("link", name="Audit log").click()
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text("Audit log")
+    expect(pages).to_be_hidden()
+
+
+def test_the_page_of_a_job_answers_in_the_order_of_questions(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    """Did it learn, is it healthy, what now; with the delivered step's number everywhere."""
+    job = untyped(server.client().fine_tuning.jobs.retrieve(finished))
+    logged_in.goto(f"/#/jobs/{finished}")
+    result = logged_in.get_by_role("region", name="Result")
+
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text("finished")
+    expect(result).to_contain_text(f"{job.verdict['tuned_reward']:.2f}delivered, step {job.verdict['step']}")
+    expect(result.get_by_role("group", name="Health")).to_contain_text("Signal")
+    checkpoint = logged_in.get_by_role("region", name="Checkpoints").locator("tr", has_text="delivered")
+    expect(checkpoint).to_contain_text(f"Step {job.result['step']}")
+    expect(checkpoint).to_contain_text(f"{job.result['value']:.2f}")
+    expect(logged_in.locator("main")).to_contain_text("Training datatrain.jsonl")
+    logged_in.locator("summary", has_text="System").click()
+    expect(logged_in.locator("figure", has_text="Seconds of a step")).to_be_visible()
+    steps = logged_in.get_by_role("group", name="What now")
+    steps.get_by_role("button", name="Call it").click()
+    expect(logged_in.get_by_role("region", name="A call in Python")).to_contain_text(job.fine_tuned_model)
+    accessible(logged_in)
+    logged_in.get_by_role("button", name="Close").click()
+    steps.get_by_role("link", name="Try it").click()
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text(job.fine_tuned_model)
+
+
+def test_the_sign_of_a_run_gives_its_reason_on_focus(logged_in: Page, finished: str) -> None:
+    logged_in.goto(f"/#/jobs/{finished}")
+    chip = logged_in.get_by_role("group", name="Health").get_by_role("button", name="Signal")
+    reason = logged_in.get_by_role("tooltip", name="").filter(has_text="of the groups have answers")
+
+    chip.focus()
+
+    expect(reason).to_be_visible()
+    expect(reason).to_contain_text("Usual: above 0.3.")
+    logged_in.keyboard.press("Escape")
+    expect(reason).to_be_hidden()
+
+
+def test_the_values_of_a_chart_are_saved_as_csv(logged_in: Page, finished: str) -> None:
+    logged_in.goto(f"/#/jobs/{finished}")
+    chart = logged_in.locator("figure", has_text="Reward").first
+    chart.locator("summary").click()
+
+    with logged_in.expect_download() as found:
+        chart.get_by_role("button", name="Save as CSV").click()
+
+    lines = Path(found.value.path()).read_text().splitlines()
+    assert found.value.suggested_filename == "reward.csv"
+    assert lines[0].startswith("step,validation,")
+    assert len(lines) == 1 + int(chart.get_attribute("data-points") or 0)
+
+
+def test_a_job_that_is_not_here_has_a_page_that_says_so(
+    logged_in: Page, watched: tuple[BrowserContext, Watched], accessible: Accessible
+) -> None:
+    watched[1].expected.append("404")
+    logged_in.goto("/#/jobs/ftjob-nothing")
+
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text("This job is not here")
+    accessible(logged_in)
+
+
 def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Server) -> None:
     client = server.client()
     job = create(client, epochs=40, suffix="watched")
@@ -149,6 +234,7 @@ def test_the_page_of_a_long_job_shows_all_of_its_steps_and_a_part_of_their_table
     logged_in.goto(f"/#/jobs/{long_job}")
     chart = logged_in.locator("figure", has_text="Reward").first
     expect(chart).to_have_attribute("data-points", "601")
+    logged_in.locator("summary", has_text="Learning").click()
     signal = logged_in.locator("figure", has_text="Groups with signal")
     expect(signal).to_contain_text("usual, above 0.3")
 
@@ -239,7 +325,7 @@ def test_the_tokens_of_an_answer_are_colored_by_their_values(
     logged_in.get_by_role("heading", name=f"Group {rollout.group}").wait_for()
     place = logged_in.get_by_role("cell", name=f"{rollout.group}.{rollout.member}", exact=True)
     logged_in.locator("tbody tr", has=place).click()
-    expect(logged_in.get_by_role("heading", name=rollout.id)).to_be_visible()
+    expect(logged_in.get_by_role("heading", name=f"Answer {rollout.member + 1} of 4")).to_be_visible()
 
     logged_in.keyboard.press("t")
 
@@ -328,10 +414,12 @@ def test_a_tuned_model_that_was_trained_further_is_named_in_the_verdict(
 
     logged_in.goto(f"/#/jobs/{job}")
 
-    verdict = logged_in.locator("p.note", has_text="wins").first  # a warning may say the same
-    expect(verdict).to_contain_text(re.compile(f"(than|from|with) {re.escape(tuned)}"))
-    expect(logged_in.locator("figure", has_text="Reward").first).to_contain_text(tuned)
-    expect(logged_in.get_by_text("base model")).to_have_count(0)
+    verdict = logged_in.get_by_role("region", name="Result")
+    expect(verdict).to_contain_text(re.compile(f"worse than {re.escape(tuned)}"))
+    chart = logged_in.locator("figure", has_text="Reward").first
+    expect(chart).to_contain_text(tuned)
+    for part in (verdict, chart):
+        expect(part).not_to_contain_text("base model")
 
 
 def open_rollouts(page: Page, job_id: str, query: str) -> None:
@@ -349,7 +437,7 @@ def test_a_group_is_read_by_keyboard(logged_in: Page, finished: str) -> None:
     assert logged_in.locator("tr[aria-selected=true]").count() == 1
     logged_in.keyboard.press("g")
     expect(logged_in.get_by_role("heading", level=1)).to_contain_text("Group")
-    expect(logged_in.locator("tbody tr")).to_have_count(4)
+    expect(logged_in.locator("tbody tr[aria-selected]")).to_have_count(4)
     logged_in.keyboard.press("j")
     logged_in.keyboard.press("d")
     expect(logged_in.get_by_role("button", name="Differences")).to_have_attribute("aria-pressed", "true")
@@ -359,6 +447,32 @@ def test_a_group_is_read_by_keyboard(logged_in: Page, finished: str) -> None:
     logged_in.keyboard.type("zzz-nothing")
     expect(logged_in.get_by_text("No rollout matches.")).to_be_visible()
     assert "q=zzz-nothing" in logged_in.url, "deep-linkable"
+
+
+def test_answers_stand_under_their_question_and_what_is_expected(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    """The grader compares with `item.answer`, which is "yes" in every row."""
+    open_rollouts(logged_in, finished, "step=1&split=train")
+    first = answers(server, finished, step=1, split="train")[0]
+    head = logged_in.get_by_role("region", name="Rollouts").locator("tr.head").first
+
+    expect(head).to_contain_text(first["messages"][-1]["content"])
+    expect(head).to_contain_text(f"expected yes, line {first['line']}")
+    detail = logged_in.locator("section.detail")
+    expect(detail).to_contain_text(f"Question, line {first['line']} of the file")
+    expect(detail.locator(".question")).to_have_text(first["messages"][-1]["content"])
+    expect(detail).to_contain_text("Expectedyes")
+    expect(detail.get_by_text("Prompt, 1 message")).to_be_visible()
+    detail.get_by_role("button", name="No, make it a golden case").click()
+    expect(logged_in.get_by_role("dialog")).to_be_visible()
+
+
+def test_the_rollouts_open_at_the_delivered_step(logged_in: Page, server: Server, finished: str) -> None:
+    result = untyped(server.client().fine_tuning.jobs.retrieve(finished)).result
+    logged_in.goto(f"/#/jobs/{finished}/rollouts")
+
+    expect(logged_in.get_by_label("Step")).to_have_value(str(result["step"]))
 
 
 def test_a_cell_of_the_heatmap_leads_to_what_changed_since_the_step_before(
@@ -382,9 +496,13 @@ def test_a_cell_of_the_heatmap_leads_to_what_changed_since_the_step_before(
     assert shown_of(logged_in, kept="del") == before
 
 
-def answers(server: Server, job_id: str, *, line: int, step: int) -> list[dict[str, Any]]:
-    """The answers of a validation to one prompt, the best first."""
-    query = f"line={line}&step={step}&split=valid&sort=centered_reward&order=desc"
+def answers(
+    server: Server, job_id: str, *, step: int, line: int | None = None, split: str = "valid"
+) -> list[dict[str, Any]]:
+    """The answers of a step: to one prompt the best first, else by group."""
+    query = f"step={step}&split={split}" + (
+        f"&line={line}&sort=centered_reward&order=desc" if line is not None else ""
+    )
     found: list[dict[str, Any]] = untyped(
         server.client().get(f"/regraft/jobs/{job_id}/rollouts?{query}", cast_to=object)
     )["data"]
@@ -464,7 +582,8 @@ def test_rollouts_of_all_steps_are_searched_and_sorted_by_the_server(
     )
     assert {one["line"] for one in found} == {4}
     places = [f"{one['group']}.{one['member']}" for one in found]
-    expect(logged_in.locator("tbody tr td:nth-child(3)")).to_have_text(places)
+    rows = logged_in.get_by_role("region", name="Rollouts").locator("tbody tr[aria-selected]")
+    expect(rows.locator("td:nth-child(3)")).to_have_text(places)
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,7 @@ HOSTILE = "<img src=x onerror=alert(1)>.jsonl"
 
 
 def open_page(page: Page, name: str) -> None:
-    if name in ("Webhooks", "Audit log"):
-        open_page(page, "Keys")
-    page.get_by_role("main" if name in ("Webhooks", "Audit log") else "banner").get_by_role(
-        "link", name=name, exact=True
-    ).click()
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name=name, exact=True).click()
     page.get_by_role("heading", level=1, name=name, exact=True).wait_for()
 
 
@@ -177,13 +173,21 @@ def test_a_model_is_downloaded_and_deleted_in_the_list(logged_in: Page, server: 
     assert name not in [model.id for model in client.models.list().data]
 
 
-def test_the_copied_call_of_a_model_answers(logged_in: Page, server: Server) -> None:
+def test_the_copied_call_of_a_model_answers(
+    logged_in: Page, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    patient(server.client()).chat.completions.create(**asked)  # the inference server has started
     logged_in.goto("/#/models/tiny")
+    logged_in.get_by_role("button", name="Copy", exact=True).click()
+    expect(logged_in.get_by_text("Copied.", exact=True)).to_be_visible()
+    program: str = logged_in.evaluate("navigator.clipboard.readText()")
+    assert program == logged_in.get_by_role("region", name="A call in Python").text_content()
 
-    answer: Any = eval(copied(logged_in, "Python"), {"client": patient(server.client())})
+    exec(program.replace('api_key="..."', f'api_key="{server.key}"'), {})
 
-    assert answer.choices[0].message.role == "assistant"
+    assert capsys.readouterr().out.strip()
 
 
 def test_usage_is_reported_by_day_and_model_and_job(
@@ -338,6 +342,31 @@ def answer(page: Page, name: str) -> Locator:
 def ask(page: Page) -> None:
     page.get_by_role("button", name="Answer with 2 models").click()
     page.get_by_role("button", name="Equally good").wait_for()
+
+
+def test_a_tuned_model_is_tried_beside_its_base_on_a_row_of_the_validation(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    client = patient(server.client())  # the page shows the 503 of an inference server that is starting
+    model = present(client.fine_tuning.jobs.retrieve(finished).fine_tuned_model)
+    asked: Any = {"messages": [{"role": "user", "content": "is it green"}], "temperature": 0, "seed": 1}
+    said = [
+        client.chat.completions.create(model=name, max_completion_tokens=256, **asked)
+        .choices[0]
+        .message.content
+        for name in ("tiny", model)
+    ]
+    logged_in.goto(f"/#/models/{model}")
+    box = logged_in.get_by_role("region", name="Try it")
+
+    box.get_by_role("button", name="is it green").click()
+    expect(box.get_by_text("Expected: yes")).to_be_visible()
+    box.get_by_role("button", name="Answer").click()
+
+    for at, text in enumerate(said):
+        expect(box.get_by_test_id(f"try-{at}")).to_have_text(present(text))
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
 
 
 def test_the_arena_has_two_models_answer_side_by_side(

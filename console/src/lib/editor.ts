@@ -47,7 +47,7 @@ const colors = HighlightStyle.define([
   { tag: [tags.propertyName, tags.keyword, tags.definition(tags.function(tags.variableName))], color: "var(--accent)" },
   { tag: [tags.string, tags.special(tags.string)], color: "var(--good)" },
   { tag: [tags.number, tags.bool, tags.null], color: "var(--violet)" },
-  { tag: tags.comment, color: "var(--soft)", fontStyle: "italic" },
+  { tag: tags.comment, color: "var(--text-3)", fontStyle: "italic" },
 ]);
 
 // Of the variables of the page, which reach into the shadow root, for both themes. CodeMirror's own colors are overridden.
@@ -57,20 +57,20 @@ const look = EditorView.theme({
   ".cm-scroller": { fontFamily: 'ui-monospace, "Cascadia Mono", Menlo, monospace', lineHeight: "1.5", maxHeight: "40em" },
   ".cm-content": { padding: "0.5rem 0", caretColor: "var(--text)" },
   ".cm-line": { padding: "0 0.6rem" },
-  ".cm-gutters": { background: "var(--page)", color: "var(--soft)", border: "none", borderRight: "1px solid var(--line)", borderRadius: "6px 0 0 6px" },
+  ".cm-gutters": { background: "var(--page)", color: "var(--text-3)", border: "none", borderRight: "1px solid var(--line)", borderRadius: "6px 0 0 6px" },
   ".cm-lineNumbers .cm-gutterElement": { minWidth: "2.4em", padding: "0 0.5em" },
   "& .cm-raised": { background: "var(--removed)", boxShadow: "inset 3px 0 var(--bad)" },
-  "&.cm-focused .cm-matchingBracket": { background: "var(--tint)", outline: "1px solid var(--accent)" },
+  "&.cm-focused .cm-matchingBracket": { background: "var(--accent-soft)", outline: "1px solid var(--accent)" },
   "&.cm-focused .cm-nonmatchingBracket": { background: "var(--removed)" },
   "& .cm-searchMatch": { background: "var(--added)", outline: "1px solid var(--good)" },
   "& .cm-searchMatch-selected": { background: "var(--heat)" },
-  "& .cm-panels": { background: "var(--card)", color: "var(--text)" },
+  "& .cm-panels": { background: "var(--surface)", color: "var(--text)" },
   "& .cm-panels-top": { borderBottom: "1px solid var(--line)" },
   "& .cm-textfield, & .cm-button": { font: "inherit", color: "inherit", background: "var(--page)", border: "1px solid var(--line)", borderRadius: "6px" },
   "& .cm-panel.cm-search [name=close]": { color: "inherit" },
-  "& .cm-tooltip": { background: "var(--card)", color: "var(--text)", border: "1px solid var(--line)" },
+  "& .cm-tooltip": { background: "var(--surface)", color: "var(--text)", border: "1px solid var(--line)" },
   "& .cm-tooltip.cm-tooltip-autocomplete > ul": { fontFamily: "inherit" },
-  "& .cm-tooltip-autocomplete ul li[aria-selected]": { background: "var(--accent)", color: "var(--card)" },
+  "& .cm-tooltip-autocomplete ul li[aria-selected]": { background: "var(--accent)", color: "var(--surface)" },
   "& .cm-completionDetail": { fontStyle: "normal", color: "inherit" },
   "& .cm-specialChar": { color: "var(--bad)" },
   "& .cm-completionMatchedText": { textDecoration: "none", fontWeight: "600" },
@@ -89,7 +89,7 @@ const differences = EditorView.theme({
   "& .cm-changedLineGutter::before": { content: '"+"' },
   "& .cm-deletedLineGutter::before": { content: '"−"' },
   // They would open by mouse only. The whole text is in the editor.
-  "& .cm-collapsedLines": { background: "var(--tint)", color: "var(--soft)", padding: "0.1rem 0.6rem", pointerEvents: "none" },
+  "& .cm-collapsedLines": { background: "var(--accent-soft)", color: "var(--text-3)", padding: "0.1rem 0.6rem", pointerEvents: "none" },
   "& .cm-collapsedLines:before, & .cm-collapsedLines:after": { content: '"⋯"' },
 });
 

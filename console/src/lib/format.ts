@@ -1,4 +1,4 @@
-import type { Progress } from "./types";
+import type { Job, Progress } from "./types";
 
 export function number(value: unknown, digits = 2): string {
   return typeof value === "number" && Number.isFinite(value) ? value.toFixed(digits) : "–";
@@ -66,3 +66,6 @@ export function python(value: unknown, indent = ""): string {
 export function shellWord(text: string): string {
   return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }
+
+/** What a job is called: its own name, or what it does. */
+export const jobName = (job: Job): string => job.user_provided_suffix ?? `${job.method.type} on ${job.model}`;

@@ -49,3 +49,27 @@ export function fieldsOf(rows: Row[]): string[] {
 export function textOf(value: unknown): string {
   return typeof value === "string" ? value : value === undefined ? "" : JSON.stringify(value);
 }
+
+const REFERENCE = /^\s*\{\{\s*item\.([\w.]+)\s*\}\}\s*$/;
+
+/** The fields of a row that a grader, or a part of it, compares an answer with: `desk` of "{{ item.desk }}". */
+export function referencesOf(grader: unknown): string[] {
+  if (typeof grader !== "object" || grader === null) return [];
+  const found = Object.entries(grader).flatMap(([name, value]) => {
+    if (name !== "reference" || typeof value !== "string") return referencesOf(value);
+    const field = REFERENCE.exec(value)?.[1];
+    return field === undefined ? [] : [field];
+  });
+  return [...new Set(found)];
+}
+
+/** What the row says is right; empty: no grader compares with a field of it. */
+export function expectedOf(references: string[], item: Record<string, unknown> | null | undefined): string {
+  const values = references.map((path) => path.split(".").reduce<unknown>((at, name) => (typeof at === "object" && at !== null ? (at as Record<string, unknown>)[name] : undefined), item ?? {}));
+  return [...new Set(values.map(textOf))].filter(Boolean).join(", ");
+}
+
+/** The question of a prompt: its last message of a user. */
+export function questionOf(messages: { [name: string]: unknown }[]): string {
+  return contentOf(messages.filter((message) => message.role === "user").at(-1)?.content ?? messages.at(-1)?.content);
+}

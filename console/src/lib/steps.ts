@@ -8,13 +8,17 @@ export type Line = { label: string; values: Values; color?: string; dash?: numbe
 export type Result = { step: number; value: number };
 /** The usual values; null: no bound. */
 export type Usual = { low: number | null; high: number | null };
-export type Mark = { step: number; kind: "checkpoint" | "best" | "warning"; text: string };
+export type Mark = { step: number; kind: "checkpoint" | "best" | "delivered" | "warning"; text: string };
 /** From the lowest and highest value to the ends of the axis. */
 export type Range = (low: number, high: number) => [number, number];
-export type StepChart = { title: string; lines: Line[]; usual?: Usual; range?: Range; stacked?: boolean };
+/** Where a chart is folded on the page of a job, in this order. */
+export const GROUPS = ["Learning", "Policy", "Answers", "System"] as const;
+export type Group = (typeof GROUPS)[number];
+export type StepChart = { title: string; group: Group; lines: Line[]; usual?: Usual; range?: Range; stacked?: boolean };
 
 type Chart = {
   title: string;
+  group: Group;
   metrics: [label: string, name: string][];
   usual?: Usual | ((steps: Step[]) => Usual | undefined);
   /** By default from 0. */
@@ -32,48 +36,46 @@ const first = (steps: Step[], name: string): number | undefined => steps.map((st
 
 /** docs/howto/training.md: the bounds of the metrics and the defaults of the warnings. */
 const SAMPLED: Chart[] = [
-  { title: "Groups with signal", metrics: [["mixed", "groups_mixed_share"], ["all 0", "groups_all_zero_share"], ["all 1", "groups_all_one_share"]], usual: { low: 0.3, high: null }, range: share },
+  { title: "Groups with signal", group: "Learning", metrics: [["mixed", "groups_mixed_share"], ["all 0", "groups_all_zero_share"], ["all 1", "groups_all_one_share"]], usual: { low: 0.3, high: null }, range: share },
   {
-    title: "Entropy, nats per token",
-    metrics: [["sampled answers", "sampling_entropy"], ["trained tokens", "entropy"]],
+    title: "Entropy, nats per token", group: "Policy", metrics: [["sampled answers", "sampling_entropy"], ["trained tokens", "entropy"]],
     usual: (steps) => {
       const start = first(steps, "sampling_entropy");
       return start === undefined ? undefined : { low: start / 10, high: Math.max(3 * start, start + 0.5) };
     },
   },
-  { title: "KL to the reference, nats per token", metrics: [["KL", "kl"], ["KL to the teacher", "teacher_kl"], ["KL to the teacher, validation", "full_valid_teacher_kl"]], usual: { low: null, high: 1 } },
+  { title: "KL to the reference, nats per token", group: "Policy", metrics: [["KL", "kl"], ["KL to the teacher", "teacher_kl"], ["KL to the teacher, validation", "full_valid_teacher_kl"]], usual: { low: null, high: 1 } },
   {
-    title: "Tokens of an answer",
-    metrics: [["mean", "completion_tokens_mean"], ["longest", "completion_tokens_max"], ["validation, mean", "valid_completion_tokens_mean"]],
+    title: "Tokens of an answer", group: "Answers", metrics: [["mean", "completion_tokens_mean"], ["longest", "completion_tokens_max"], ["validation, mean", "valid_completion_tokens_mean"]],
     usual: (steps) => {
       const start = first(steps, "completion_tokens_mean");
       return start === undefined ? undefined : { low: null, high: 3 * start };
     },
   },
-  { title: "Tokens of thoughts and answers", metrics: [["thought", "reasoning_tokens_mean"], ["answer", "answer_tokens_mean"]] },
-  { title: "Turns and tool calls of episodes", metrics: [["turns", "episode_turns_mean"], ["calls", "tool_calls_mean"]] },
-  { title: "Ends of episodes", metrics: [["final", "stop_final_share"], ["max_steps", "stop_max_steps_share"], ["tokens", "stop_tokens_share"], ["context", "stop_context_share"], ["time", "stop_time_share"], ["discarded", "stop_discarded_share"]] },
-  { title: "Errors of tool calls", metrics: [["share", "tool_errors_share"]] },
-  { title: "Time of tool calls", metrics: [["p50", "tool_seconds_p50"], ["p95", "tool_seconds_p95"]] },
-  { title: "Truncated answers", metrics: [["training", "truncated_share"], ["validation", "valid_truncated_share"], ["within the thought", "cut_thoughts_share"]], usual: { low: null, high: 0.2 }, range: upTo(0.25) },
-  { title: "Ungraded answers", metrics: [["training", "mean_unresponsive_rewards"], ["validation", "valid_unresponsive_rewards"]], usual: { low: null, high: 0 }, range: upTo(0.1) },
-  { title: "Sampler gap, nats per token", metrics: [["mean", "logprob_gap"], ["KL (k3)", "logprob_gap_k3"]] },
-  { title: "Effective share of the sample", metrics: [["share", "logprob_gap_ess"]], usual: { low: 0.95, high: null }, range: (low) => [Math.min(0.9, low), 1] },
-  { title: "Clipped tokens", metrics: [["share", "clip_fraction"]], usual: { low: null, high: 0.2 }, range: upTo(0.25), hideZero: true },
-  { title: "Norm of the gradient", metrics: [["norm", "grad_norm"]] },
-  { title: "KL of an update, nats per token", metrics: [["KL(before || after)", "update_kl"]] },
-  { title: "Learning rate", metrics: [["learning rate", "learning_rate"]] },
-  { title: "Explained variance of the values", metrics: [["share", "explained_variance"]], usual: { low: 0, high: null } },
-  { title: "pass@1, pass@k, maj@k", metrics: [["pass@1", "full_valid_pass_at_1"], ["pass@k", "full_valid_pass_at_k"], ["maj@k", "full_valid_maj_at_k"]], range: share },
+  { title: "Tokens of thoughts and answers", group: "Answers", metrics: [["thought", "reasoning_tokens_mean"], ["answer", "answer_tokens_mean"]] },
+  { title: "Turns and tool calls of episodes", group: "Answers", metrics: [["turns", "episode_turns_mean"], ["calls", "tool_calls_mean"]] },
+  { title: "Ends of episodes", group: "Answers", metrics: [["final", "stop_final_share"], ["max_steps", "stop_max_steps_share"], ["tokens", "stop_tokens_share"], ["context", "stop_context_share"], ["time", "stop_time_share"], ["discarded", "stop_discarded_share"]] },
+  { title: "Errors of tool calls", group: "System", metrics: [["share", "tool_errors_share"]] },
+  { title: "Time of tool calls", group: "System", metrics: [["p50", "tool_seconds_p50"], ["p95", "tool_seconds_p95"]] },
+  { title: "Truncated answers", group: "Answers", metrics: [["training", "truncated_share"], ["validation", "valid_truncated_share"], ["within the thought", "cut_thoughts_share"]], usual: { low: null, high: 0.2 }, range: upTo(0.25) },
+  { title: "Ungraded answers", group: "Learning", metrics: [["training", "mean_unresponsive_rewards"], ["validation", "valid_unresponsive_rewards"]], usual: { low: null, high: 0 }, range: upTo(0.1) },
+  { title: "Sampler gap, nats per token", group: "System", metrics: [["mean", "logprob_gap"], ["KL (k3)", "logprob_gap_k3"]] },
+  { title: "Effective share of the sample", group: "System", metrics: [["share", "logprob_gap_ess"]], usual: { low: 0.95, high: null }, range: (low) => [Math.min(0.9, low), 1] },
+  { title: "Clipped tokens", group: "Policy", metrics: [["share", "clip_fraction"]], usual: { low: null, high: 0.2 }, range: upTo(0.25), hideZero: true },
+  { title: "Norm of the gradient", group: "Policy", metrics: [["norm", "grad_norm"]] },
+  { title: "KL of an update, nats per token", group: "Policy", metrics: [["KL(before || after)", "update_kl"]] },
+  { title: "Learning rate", group: "Policy", metrics: [["learning rate", "learning_rate"]] },
+  { title: "Explained variance of the values", group: "Policy", metrics: [["share", "explained_variance"]], usual: { low: 0, high: null } },
+  { title: "pass@1, pass@k, maj@k", group: "Learning", metrics: [["pass@1", "full_valid_pass_at_1"], ["pass@k", "full_valid_pass_at_k"], ["maj@k", "full_valid_maj_at_k"]], range: share },
 ];
 const FROM_FILES: Chart[] = [
-  { title: "Loss", metrics: [["train", "train_loss"], ["validation", "full_valid_loss"]] },
-  { title: "Token accuracy", metrics: [["train", "train_mean_token_accuracy"], ["validation", "full_valid_mean_token_accuracy"]] },
-  { title: "Reward accuracy", metrics: [["train", "train_mean_reward_accuracy"], ["validation", "full_valid_mean_reward_accuracy"]] },
-  { title: "Reward margin of pairs", metrics: [["train", "train_mean_reward_margin"], ["validation", "full_valid_mean_reward_margin"]] },
-  { title: "Norm of the gradient", metrics: [["norm", "grad_norm"]] },
-  { title: "KL of an update, nats per token", metrics: [["KL(before || after)", "update_kl"]] },
-  { title: "Learning rate", metrics: [["learning rate", "learning_rate"]] },
+  { title: "Loss", group: "Learning", metrics: [["train", "train_loss"], ["validation", "full_valid_loss"]] },
+  { title: "Token accuracy", group: "Learning", metrics: [["train", "train_mean_token_accuracy"], ["validation", "full_valid_mean_token_accuracy"]] },
+  { title: "Reward accuracy", group: "Learning", metrics: [["train", "train_mean_reward_accuracy"], ["validation", "full_valid_mean_reward_accuracy"]] },
+  { title: "Reward margin of pairs", group: "Learning", metrics: [["train", "train_mean_reward_margin"], ["validation", "full_valid_mean_reward_margin"]] },
+  { title: "Norm of the gradient", group: "Policy", metrics: [["norm", "grad_norm"]] },
+  { title: "KL of an update, nats per token", group: "Policy", metrics: [["KL(before || after)", "update_kl"]] },
+  { title: "Learning rate", group: "Policy", metrics: [["learning rate", "learning_rate"]] },
 ];
 const PHASES: [label: string, name: string][] = [["sampling", "sampling"], ["grading", "grading"], ["training", "training"], ["validation", "eval"]];
 
@@ -122,6 +124,14 @@ export function resultOf(name: string, steps: Step[], delivered: Job["result"] |
   return typeof value === "number" ? { step: delivered.step, value } : undefined;
 }
 
+const boundsOf = (chart: Chart, steps: Step[]): Usual | undefined => (typeof chart.usual === "function" ? chart.usual(steps) : chart.usual);
+
+/** The usual values of a metric, as its chart shades them. */
+export function usualOf(metric: string, steps: Step[]): Usual | undefined {
+  const chart = SAMPLED.find((one) => one.metrics.some(([, name]) => name === metric));
+  return chart && boundsOf(chart, steps);
+}
+
 const isMeasured = (line: Line): boolean => line.values.some((value) => value !== null);
 
 /** The charts below the reward that have a value. */
@@ -129,12 +139,12 @@ export function chartsOf(steps: Step[], isSampled: boolean, delivered: Job["resu
   const charts = (isSampled ? SAMPLED : FROM_FILES).flatMap((chart): StepChart[] => {
     const lines = chart.metrics.map(([label, name]) => ({ label, values: column(steps, name), result: resultOf(name, steps, delivered) })).filter(isMeasured);
     if (!lines.length || (chart.hideZero && lines.every((line) => line.values.every((value) => !value)))) return [];
-    return [{ title: chart.title, lines, usual: typeof chart.usual === "function" ? chart.usual(steps) : chart.usual, range: chart.range ?? fromZero }];
+    return [{ title: chart.title, group: chart.group, lines, usual: boundsOf(chart, steps), range: chart.range ?? fromZero }];
   });
   const graders = byGrader(steps);
-  if (graders.length > 1) charts.unshift({ title: "Reward by grader", lines: graders });
+  if (graders.length > 1) charts.unshift({ title: "Reward by grader", group: "Learning", lines: graders });
   const phases = phasesOf(steps);
-  if (phases.length) charts.push({ title: "Seconds of a step, by phase", lines: phases, stacked: true });
+  if (phases.length) charts.push({ title: "Seconds of a step, by phase", group: "System", lines: phases, stacked: true });
   return charts;
 }
 
