@@ -516,6 +516,7 @@ OTHER_VALUES = {
     "stop_after_silent_steps": 2,
     "stop_above_kl": 0.5,
     "stop_below_entropy": 0.1,
+    "on_alarm": "pause",
     "fail_below_signal": 0.2,
     "require_improvement": True,
     "updates_per_batch": 2,
