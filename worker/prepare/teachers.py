@@ -49,7 +49,7 @@ class TeacherModel:
         """Memory beside that of a job without a teacher. `packed` as in `sizing.Machine`."""
         if self.shape is None:
             return 0
-        copies = 2 * self.shape.linear_parameters * self.shape.bytes_each if packed else 0
+        copies = 2 * self.shape.plain_linear_bytes if packed else 0
         return self.shape.weight_bytes + copies
 
 
