@@ -180,7 +180,7 @@ class TestEstimate:
             "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
             "tie_word_embeddings": True,
         }  # fmt: skip
-        there = Machine("cpu", 0, "transformers", packed=True)
+        there = Machine("cpu", 0, "transformers", reordered=True)
 
         found = estimated(
             sizing.shape_of_config(config, 4),
@@ -209,7 +209,7 @@ class TestEstimate:
         assert narrow.head - estimated().head == 2 * 151_936 * 4096
 
     def test_copies_in_another_layout_are_not_kept_of_weights_that_change(self) -> None:
-        cpu = Machine("cpu", 64 * GIB, "transformers", packed=True)
+        cpu = Machine("cpu", 64 * GIB, "transformers", reordered=True)
 
         assert (
             estimated(machine=cpu, full=True).weights == LARGE.weight_bytes < estimated(machine=cpu).weights

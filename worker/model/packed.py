@@ -6,7 +6,7 @@ quantizer is needed.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -138,12 +138,25 @@ def load(
         _place(self, format, names, dtype)
 
     # transformers makes the model on the meta device, so that no weight of a packed layer is ever allocated.
-    placing: Any = type(made.__name__, (made,), {"__init__": init, "__module__": made.__module__})
+    unread = [rf"\.{name}$" for name in format.unread]
+    own = {*(made._keys_to_ignore_on_load_unexpected or ()), *unread}
+    members = {"__init__": init, "__module__": made.__module__, "_keys_to_ignore_on_load_unexpected": own}
+    placing: Any = type(made.__name__, (made,), members)
     model, loading = placing.from_pretrained(source, config=plain, dtype=dtype, output_loading_info=True)
     model.__class__ = made
+    _refuse_unread(model, format, loading["unexpected_keys"])
     for parent, name, stored in list(_layers(model, _Stored)):
         setattr(parent, name, stored.packed())
     return model, loading
+
+
+def _refuse_unread(model: PreTrainedModel, format: PackedFormat, names: Iterable[str]) -> None:
+    """Refuse tensors in the files that belong to a packed layer and have no place in this format."""
+    for name in sorted(names):
+        if isinstance(_module(model, name.rpartition(".")[0]), _Stored):
+            raise _unsupported(
+                model, format, f"its files have the tensor {name}, which this format does not have"
+            )
 
 
 def _place(

@@ -294,7 +294,7 @@ class Machine:
     available: int  # bytes that are free before anything is loaded
     sampler: SamplerName
     spared: int = 0  # of these, that no plan uses
-    packed: bool = False  # the linear weights are kept twice more, as worker/model/lora.py does on a CPU
+    reordered: bool = False  # plain linear weights are kept twice more, as worker/model/lora.py does on a CPU
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
@@ -338,7 +338,7 @@ def machine(
     available: int,
     sampler: SamplerName,
     *,
-    packed: bool = False,
+    reordered: bool = False,
     gpu_class: str = "",
     engines: int = 1,
     tensor_parallel: int = 1,
@@ -359,7 +359,7 @@ def machine(
         max(0, available - teacher_bytes),
         sampler,
         spared(device, available),
-        packed,
+        reordered,
         kv_cache_bytes=None if cache == "auto" else int(cache * GIB),
         token_budget=None if budget == "auto" else budget,
         gpu_class=gpu_class,
@@ -569,8 +569,8 @@ def estimate(
         masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
     if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
         masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
-    packed = machine.packed and not full  # of weights that do not change
-    weights = shape.weight_bytes + (2 * shape.plain_linear_bytes if packed else 0)
+    reordered = machine.reordered and not full  # weights that do not change
+    weights = shape.weight_bytes + (2 * shape.plain_linear_bytes if reordered else 0)
     shard = None
     if machine.degree > 1:
         shard = shape.trained_shard_bytes if full else shape.shard_bytes(machine.degree)
@@ -584,7 +584,7 @@ def estimate(
         + (0 if full else undo),
         activations=token_budget * (kept + ends + gradients)
         + (padding if machine.device == "cuda" else 0)
-        + decoded_bytes(shape, reordered=packed),
+        + decoded_bytes(shape, reordered=reordered),
         attention=masks,
         head=_head_bytes(shape, machine.device, full=full),
         cache=cache,

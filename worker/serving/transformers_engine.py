@@ -28,9 +28,11 @@ class TransformersBuilder:
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
         shape = read_shape(entry, self.settings.model_cache)
-        packed = self.device == "cpu" and entry.dtype == "float32"  # a second copy, see worker/model/lora.py
-        copies = shape.plain_linear_bytes if packed else 0
-        return shape.weight_bytes + copies + sizing.decoded_bytes(shape, reordered=packed) + MARGIN_BYTES
+        reordered = (
+            self.device == "cpu" and entry.dtype == "float32"
+        )  # a second copy, see worker/model/lora.py
+        copies = shape.plain_linear_bytes if reordered else 0
+        return shape.weight_bytes + copies + sizing.decoded_bytes(shape, reordered=reordered) + MARGIN_BYTES
 
     def bytes_free(self) -> int:
         return memory.available(self.device)
