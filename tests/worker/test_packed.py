@@ -2,12 +2,15 @@
 
 import asyncio
 import copy
+import json
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +23,15 @@ from tests.worker.packed_models import KINDS, Kind, compressed, decoded, pack
 from tests.worker.test_family_jobs import train_on
 from tests.worker.test_resume import Fate, crash, die, left_by, measured_in, moment, mortal
 from worker.checks import compatibility
+from worker.cli import main
 from worker.model import memory, packed, quantized, sizing
 from worker.model.packed import PackedLinear
 from worker.model.packed_formats import format_in
 from worker.model.policy import Base, Policy, load_base, read_config
+from worker.refusals import InvalidModel, UnsupportedModel
+from worker.serving.continuous import ServedModel
 from worker.serving.export import TEXTS, merge
+from worker.sharing.image import Image, opened
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(64, 80), (48, 160)]
@@ -261,6 +268,93 @@ def test_the_forward_and_the_sampler_are_exact_and_all_layers_get_adapters(
     assert policy.coverage.share == pytest.approx(
         Policy(plain_base(folder), rank=4, alpha=8, seed=0).coverage.share
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_own_engine_serves_the_packed_model_as_the_decoded_one(folders: Any, dtype: str) -> None:
+    folder, _ = folders("awq")
+
+    def logits(base: Base) -> Tensor:
+        served = ServedModel(base)
+        served.use([])
+        return served.logits(served.decoding([[5, 6, 7, 8]], [0]).start())
+
+    assert torch.equal(logits(base_of(folder, dtype)), logits(plain_base(folder, dtype)))
+
+
+@torch.no_grad()
+def test_a_packed_base_is_shared_by_processes(folders: Any) -> None:
+    folder, _ = folders("fp8 with blocks that are cut off")
+    ids = torch.arange(3, 13)[None]
+    expected = base_of(folder).model(input_ids=ids).logits
+
+    image = Image(base_of(folder).model)
+    shared = opened(pickle.loads(pickle.dumps(image.describe())), image.file)
+
+    assert sum(isinstance(one, PackedLinear) for one in shared.modules()) == 14
+    assert torch.equal(shared(input_ids=ids).logits, expected)
+
+
+def test_a_check_of_the_model_shows_the_format_and_the_memory_of_its_weights(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = folders("W4A16")
+    models_file = tmp_path / "models.toml"
+    models_file.write_text(f'[models.tiny]\npath = "{folder}"\ndtype = "bfloat16"\ncontext = 128\n')
+    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(models_file))
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
+
+    assert main(["models", "check"]) == 0
+
+    said = capsys.readouterr().out
+    assert "weights        compressed-tensors W4A16, packed, " in said
+    assert "weight-only: vLLM computes with the same weights" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lm_head.weight_packed": 8, "lm_head.weight_scale": 2}, r"its head \(lm_head\) is packed"),
+        ({"model.layers.0.self_attn.q_proj.weight_zero_point": 2}, "the tensor .*q_proj.weight_zero_point"),
+        ({"model.layers.0.mixer.weight_scale": 2}, "model.layers.0.mixer, which is no linear layer"),
+    ],
+)
+def test_files_that_do_not_fit_the_format_are_refused(
+    tmp_path: Path, change: Mapping[str, int], said: str
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, "W4A16")
+    file = folder / "model.safetensors"
+    added = {name: torch.zeros(64, columns, dtype=torch.int32) for name, columns in change.items()}
+    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+
+    with pytest.raises(UnsupportedModel, match=said):
+        base_of(folder)
+
+
+def test_a_layer_without_whole_groups_is_refused_by_name(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, "W4A16")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 48
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(
+        UnsupportedModel, match="down_proj cannot be decoded: its 128 inputs are not whole groups of 48"
+    ):
+        base_of(folder)
+
+
+def test_a_model_that_lacks_a_part_of_a_packed_layer_is_invalid(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, "W4A16")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight_packed"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(InvalidModel, match=r"lack 1 weights.*up_proj\.weight_packed"):
+        base_of(folder)
 
 
 @pytest.mark.slow
