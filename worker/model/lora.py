@@ -41,10 +41,14 @@ class FrozenLinear:
         self.layer, self.float32 = layer, float32
         device, dtype = _kind_of(layer)
         self.plain = device.type == "cpu" and dtype == torch.float32
-        self._weights: _Weights | None = None
+        self._weights: _ReorderedWeights | None = None
         if self.plain and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             packed = isinstance(layer, PackedLinear)
-            self._weights = _Decoded(layer) if packed else _Kept.of(layer.weight.detach(), trained=trained)
+            self._weights = (
+                _DecodedWeights(layer)
+                if packed
+                else _CopiedWeights.of(layer.weight.detach(), trained=trained)
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.float32 and x.dtype in NARROW:
@@ -73,7 +77,7 @@ def _kind_of(layer: nn.Linear) -> tuple[torch.device, torch.dtype]:
     return layer.weight.device, layer.weight.dtype
 
 
-class _Weights(Protocol):
+class _ReorderedWeights(Protocol):
     """A weight [out, in] in oneDNN's own layout."""
 
     def forward(self) -> Tensor:
@@ -86,15 +90,15 @@ class _Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """Implements _Weights with copies."""
+class _CopiedWeights:
+    """Implements _ReorderedWeights with copies."""
 
     ahead: Tensor
     back: Tensor | None
 
     @staticmethod
-    def of(weight: Tensor, *, trained: bool) -> "_Kept":
-        return _Kept(_reordered(weight), _reordered(weight.t().contiguous()) if trained else None)
+    def of(weight: Tensor, *, trained: bool) -> "_CopiedWeights":
+        return _CopiedWeights(_reordered(weight), _reordered(weight.t().contiguous()) if trained else None)
 
     def forward(self) -> Tensor:
         return self.ahead
@@ -105,8 +109,8 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Decoded:
-    """Implements _Weights: decoded at each use."""
+class _DecodedWeights:
+    """Implements _ReorderedWeights: decoded at each use."""
 
     layer: nn.Linear
 
@@ -146,7 +150,7 @@ def linear_in_float32(x: Tensor, layer: nn.Linear) -> Tensor:
 
 class _Reordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: _Weights) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: _ReorderedWeights) -> Tensor:
         # It needs no gradients, and a tensor in oneDNN's layout cannot be saved the usual way.
         ctx.weights = weights
         return _product(x, weights.forward())

@@ -41,7 +41,7 @@ class StoredTensor:
 
 
 class PackedFormat(Protocol):
-    """How the linear layers of one model are packed."""
+    """The format of the packed linear layers of one model."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class PackedFormat(Protocol):
     def tensors(self, rows: int, columns: int) -> Mapping[Role, StoredTensor]: ...
 
     def problem(self, rows: int, columns: int) -> str:
-        """Why a layer of this size cannot be packed, as the rest of a sentence; empty if it can be."""
+        """The reason for which a layer of this size cannot be packed, as the rest of a sentence; "" if it can be."""
         ...
 
     def decode(
@@ -129,7 +129,7 @@ class CompressedTensors:
 
 @dataclass(frozen=True)
 class Awq:
-    """The layout "gemm": integers along the outputs, eight in an order of its own, with zero points."""
+    """The layout "gemm": integers along the outputs, eight to a word in the order of PLACES, with zero points."""
 
     group: int
     unconverted: tuple[str, ...] = ()

@@ -196,7 +196,7 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def agreement(config: Any) -> str:
-    """What the sampler's weights and activations have in common with the trainer's if vLLM samples; "" if all."""
+    """The class of agreement between vLLM and training, in words; "" if the weights are not quantized."""
     name, found = format_of(config), packed_format_of(config)
     if not name:
         return ""
