@@ -175,10 +175,11 @@ def pack(folder: Path, name: str, seed: int = 0) -> dict[str, Tensor]:
         if not tensor.endswith("proj.weight"):
             stored[tensor] = weight
             continue
-        layer = kind.make(*weight.shape, generator)
+        rows, columns = weight.shape
+        layer = kind.make(rows, columns, generator)
         prefix = tensor.removesuffix("weight")
         stored |= {f"{prefix}{own}": one for own, one in layer.items()}
-        values[tensor] = decoded(kind, layer, *weight.shape, torch.float32)
+        values[tensor] = decoded(kind, layer, rows, columns, torch.float32)
     save_file(stored, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind.config}))

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.registry import BaseModelEntry
-from tests.present import present
+from tests.present import present, untyped
 from tests.tiny import make_tiny_model
 from tests.worker.conftest import Bench
 from tests.worker.packed_models import KINDS, Kind, compressed, decoded, pack
@@ -69,21 +69,27 @@ def test_rows_that_do_not_fill_their_last_word_are_decoded(columns: int) -> None
     assert torch.equal(layer.weight, expected)
 
 
+def decompressed(kind: Kind, rows: int, columns: int) -> Tensor:
+    """The weight that compressed-tensors makes of the tensors of `layer_of`, in the dtype of the scales."""
+    compressors = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    [weights] = [one["weights"] for one in kind.config["config_groups"].values()]
+    arguments = quantization.QuantizationArgs(**weights)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+    stored = kind.make(rows, columns, torch.Generator().manual_seed(0))
+    weight: Tensor = compressors.PackedQuantizationCompressor.decompress(stored, scheme)["weight"]
+    return weight
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 32), (4, 0), (8, 0)])
 def test_a_weight_is_that_of_compressed_tensors_where_scales_have_the_dtype_of_the_model(
     bits: int, group: int, symmetric: bool
 ) -> None:
-    compressors = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
     rows, columns, dtype = 64, 256, torch.bfloat16
     kind = compressed(bits, group, symmetric=symmetric, dtype=dtype)
-    [weights] = [one["weights"] for one in kind.config["config_groups"].values()]
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    stored = kind.make(rows, columns, torch.Generator().manual_seed(0))
 
-    theirs = compressors.PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
+    theirs = decompressed(kind, rows, columns)
 
     layer, _ = layer_of(kind, rows, columns, dtype)
     assert theirs.dtype == dtype and torch.equal(layer.weight, theirs)
@@ -91,14 +97,8 @@ def test_a_weight_is_that_of_compressed_tensors_where_scales_have_the_dtype_of_t
 
 def test_scales_in_float16_are_rounded_to_the_dtype_of_the_model_before_they_multiply() -> None:
     """compressed-tensors multiplies in float16 and rounds last, which is not what vLLM computes with."""
-    compressors = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
     kind = compressed(4, 32)
-    [weights] = [one["weights"] for one in kind.config["config_groups"].values()]
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    stored = kind.make(64, 96, torch.Generator().manual_seed(0))
-    theirs = compressors.PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
+    theirs = decompressed(kind, 64, 96)
 
     layer, _ = layer_of(kind, 64, 96, torch.bfloat16)
 
@@ -117,8 +117,8 @@ def test_outputs_and_gradients_are_those_of_the_decoded_layer(name: str, dtype: 
 
     output = layer(ours.requires_grad_())
     expected = nn.functional.linear(theirs.requires_grad_(), weight, layer.bias)
-    output.square().sum().backward()
-    expected.square().sum().backward()
+    for one in (output, expected):
+        one.square().sum().backward()
 
     assert torch.equal(output, expected)
     assert torch.equal(present(ours.grad), present(theirs.grad))
@@ -197,11 +197,11 @@ def test_the_gradient_of_an_adapter_is_that_on_the_decoded_model(folders: Any, n
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that operations make, while they live; not those of a model's own."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         own = [*model.parameters(), *model.buffers()]
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
@@ -213,8 +213,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._own:
-                    self._made[StorageWeakRef(storage)] = storage.nbytes()
-        self._made = {made: size for made, size in self._made.items() if not made.expired()}
+                    self._made[untyped(StorageWeakRef)(storage)] = storage.nbytes()
+        self._made = {made: size for made, size in self._made.items() if not untyped(made).expired()}
         self.peak = max(self.peak, sum(self._made.values()))
         return output
 
@@ -224,7 +224,8 @@ def peak_of(base: Base) -> int:
     policy = Policy(base, rank=4, alpha=8, seed=0)
     with LiveBytes(policy.model) as live:
         policy.model(input_ids=torch.arange(3, 8)[None], use_cache=False).logits.float().sum().backward()
-    return live.peak
+    peak: int = live.peak
+    return peak
 
 
 def test_a_step_needs_the_memory_of_one_decoded_layer_beside_that_on_plain_weights(tmp_path: Path) -> None:
@@ -243,11 +244,14 @@ def test_a_step_needs_the_memory_of_one_decoded_layer_beside_that_on_plain_weigh
 def test_autograd_keeps_no_decoded_weight(folders: Any, dtype: str) -> None:
     folder, values = folders("W4A16")
     policy = Policy(base_of(folder, dtype), rank=4, alpha=8, seed=0)
-    sizes, saved = {weight.numel() for weight in values.values()}, []
+    sizes = {weight.numel() for weight in values.values()}
+    saved: list[int] = []
 
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda one: saved.append(one.numel()) or one, lambda one: one
-    ):
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         policy.model(input_ids=torch.arange(3, 8)[None], use_cache=False)
 
     assert saved and not sizes & set(saved)

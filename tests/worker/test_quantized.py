@@ -19,7 +19,7 @@ from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.worker.test_family_jobs import train_on
 from worker.checks.compatibility import refuse_by_config
-from worker.model import memory, quantized, sizing
+from worker.model import capacity, memory, quantized
 from worker.model.policy import Policy, load_base, read_config
 from worker.refusals import UnsupportedModel
 from worker.serving.export import TEXTS, merge
@@ -189,7 +189,7 @@ def test_the_memory_of_a_format_that_is_refused_is_unknown_to_the_service(tmp_pa
     family.save(tmp_path)
     mark(tmp_path, GPTQ | {"desc_act": True})
 
-    assert sizing.shape_of_config(json.loads((tmp_path / "config.json").read_text()), 2) is None
+    assert capacity.shape_of(entry(tmp_path)) is None
 
 
 def test_experts_that_are_packed_are_refused(tmp_path: Path) -> None:

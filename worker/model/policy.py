@@ -165,7 +165,7 @@ class Base:
 
     @property
     def parameters(self) -> int:
-        plain = sum(parameter.numel() for parameter in self.model.parameters())
+        plain: int = sum(parameter.numel() for parameter in self.model.parameters())
         return plain + packed.packed_elements(self.model)
 
 

@@ -27,7 +27,6 @@ from worker.model.engine_sizes import (
 )
 from worker.model.packed_formats import PackedFormat, format_in, packed_bytes
 from worker.model.targets import Kind, LinearLayer, chosen
-from worker.refusals import UnsupportedModel
 
 HEAD_CHUNK = 512  # rows of the vocabulary product alive at once: 512 x 49,152 float32 logits are 100 MB
 MAX_SEQUENCES = SEQUENCES[-1]  # that vLLM decodes side by side
@@ -1229,8 +1228,10 @@ def serving_sizes(
 def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     """Of a model that is described by its config.json. None: it does not have the fields of a Llama-like decoder.
 
-    None as well if its weights are quantized in a way that is refused. Biases are left out: they are less than 0.01 %.
-    worker/model/memory.py counts exactly, with transformers.
+    Biases are left out: they are less than 0.01 %. worker/model/memory.py counts exactly, with transformers.
+
+    Raises:
+        UnsupportedModel: its weights are quantized in a way that is refused.
     """
     text = config.get("text_config") or config
     try:
@@ -1245,12 +1246,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     keys = int(text.get("num_key_value_heads") or heads) * size
     attention = hidden * (2 * queries + 2 * keys)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-    if experts:
-        each = int(text.get("moe_intermediate_size") or dense)
-        feed_forward = experts * 3 * hidden * each + experts * hidden
-        intermediate = each * int(text.get("num_experts_per_tok") or 1)
-    else:
-        feed_forward, intermediate = 3 * hidden * dense, dense
+    feed_forward, intermediate = _feed_forward(text, hidden, dense, experts)
     linear = layers * (attention + feed_forward) + vocabulary * hidden
     family = str(text.get("model_type", ""))
     head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
@@ -1258,12 +1254,8 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     norms = layers * (layer_norms * hidden + (2 * size if head_norms else 0)) + hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     stored = config.get("quantization_config") or text.get("quantization_config") or {}
-    try:
-        format = None if experts else format_in(stored)
-    except UnsupportedModel:
-        return None
-    sizes = _block_layers(hidden, queries, keys, intermediate)
-    packed = _packed(format, layers, sizes)
+    format = None if experts else format_in(stored)
+    blocks = _block_layers(layers, hidden, queries, keys, intermediate)
     return Shape(
         parameters=linear + norms + (0 if tied else vocabulary * hidden),
         linear_parameters=linear,
@@ -1279,23 +1271,28 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         layer_norms=layer_norms,
         recomputes_norms=True,
         recomputes_gates=not experts,
-        adaptable=tuple(
-            LinearLayer(f"model.layers.{number}.{name}", kind, rows + columns)
-            for number in range(layers)
-            for name, kind, rows, columns in sizes
-        ),
-        packed=PackedSizes.of(format, packed, bytes_each),
+        adaptable=tuple(LinearLayer(name, kind, rows + columns) for name, kind, rows, columns in blocks),
+        packed=PackedSizes.of(format, _packed(format, blocks), bytes_each),
     )
 
 
+def _feed_forward(text: Mapping[str, Any], hidden: int, dense: int, experts: int) -> tuple[int, int]:
+    """Parameters of the feed-forward part of a block, and the width that one token goes through."""
+    if not experts:
+        return 3 * hidden * dense, dense
+    each = int(text.get("moe_intermediate_size") or dense)
+    parameters = experts * 3 * hidden * each + experts * hidden
+    return parameters, each * int(text.get("num_experts_per_tok") or 1)
+
+
 def _block_layers(
-    hidden: int, queries: int, keys: int, intermediate: int
+    layers: int, hidden: int, queries: int, keys: int, intermediate: int
 ) -> Sequence[tuple[str, Kind, int, int]]:
-    """Name, kind, outputs and inputs of the seven linear layers of a Llama block.
+    """Name, kind, outputs and inputs of the seven linear layers of each Llama block.
 
     For a mixture: of a block as wide as the experts of a token.
     """
-    return [
+    in_each: Sequence[tuple[str, Kind, int, int]] = [
         ("self_attn.q_proj", "attention", queries, hidden),
         ("self_attn.k_proj", "attention", keys, hidden),
         ("self_attn.v_proj", "attention", keys, hidden),
@@ -1304,17 +1301,17 @@ def _block_layers(
         ("mlp.up_proj", "feed-forward", intermediate, hidden),
         ("mlp.down_proj", "feed-forward", hidden, intermediate),
     ]
+    return [
+        (f"model.layers.{number}.{name}", kind, rows, columns)
+        for number in range(layers)
+        for name, kind, rows, columns in in_each
+    ]
 
 
 def _packed(
-    format: PackedFormat | None, layers: int, sizes: Sequence[tuple[str, Kind, int, int]]
+    format: PackedFormat | None, blocks: Sequence[tuple[str, Kind, int, int]]
 ) -> list[tuple[int, int]]:
     """Outputs and inputs of the layers that are packed."""
     if format is None:
         return []
-    return [
-        (rows, columns)
-        for number in range(layers)
-        for name, _, rows, columns in sizes
-        if not format.skips(f"model.layers.{number}.{name}")
-    ]
+    return [(rows, columns) for name, _, rows, columns in blocks if not format.skips(name)]

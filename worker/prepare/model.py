@@ -96,6 +96,7 @@ def inspect_model(
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     compatibility.refuse_by_config(config, entry.context)
+    quantization = quantized.format_of(config)
     precision = quantized.described(config, DTYPES[entry.dtype], sampler)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
@@ -111,17 +112,7 @@ def inspect_model(
             "model",
         )
     return BaseModel(
-        entry,
-        source,
-        shape,
-        device,
-        sampler,
-        version,
-        rows,
-        quantized.format_of(config),
-        precision,
-        engines,
-        fleet,
+        entry, source, shape, device, sampler, version, rows, quantization, precision, engines, fleet
     )
 
 
