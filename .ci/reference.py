@@ -439,13 +439,61 @@ def memory_page() -> Page:
         lines += [f"## Sampled with {'vLLM' if sampler == 'vllm' else sampler}", "", text, ""]
         lines += ["| model | " + " | ".join(f"{tokens:,} tokens" for tokens in CONTEXTS) + " |"]
         lines += ["|---" * (1 + len(CONTEXTS)) + "|"]
-        for name, (common, sizes) in MODELS.items():
-            shape = sizing.shape_of_config({**common, **dict(zip(SIZES, sizes, strict=True))}, bytes_each=2)
-            assert shape is not None
-            needs = [sizing.least(shape, tokens, sampler=sampler).total / sizing.GIB for tokens in CONTEXTS]
-            lines.append(f"| {name} | " + " | ".join(f"{need:.0f}" for need in needs) + " |")
+        for name in MODELS:
+            needs = [sizing.least(shape_of(name), tokens, sampler=sampler).total for tokens in CONTEXTS]
+            lines.append(f"| {name} | " + " | ".join(f"{need / sizing.GIB:.0f}" for need in needs) + " |")
         lines.append("")
-    return lines + plans()
+    return lines + packed_bases() + plans()
+
+
+def shape_of(name: str, quantization: Mapping[str, Any] | None = None) -> sizing.Shape:
+    common, sizes = MODELS[name]
+    config = {**common, **dict(zip(SIZES, sizes, strict=True)), "quantization_config": quantization}
+    shape = sizing.shape_of_config(config, bytes_each=2)
+    assert shape is not None
+    return shape
+
+
+# The files that are in use most: groups of 128 in 4 bits, and blocks of 128 x 128 in 8 bits.
+PACKED_FORMATS: Mapping[str, Mapping[str, Any] | None] = {
+    "bf16": None,
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+        },
+    },
+}
+PACKED_TOKENS = 8192
+
+
+def packed_bases() -> list[str]:
+    """Memory of bases with packed weights."""
+    lines = [
+        "## Packed bases",
+        "",
+        "Bases whose files have [packed weights](../howto/models.md#quantized-models): the memory of the weights in "
+        f"GiB, and the least that a job needs with {PACKED_TOKENS:,} tokens. int4: 4 bits in groups of 128, such as "
+        "W4A16 of compressed-tensors; fp8: blocks of 128 x 128. Embeddings and head are in bfloat16.",
+        "",
+        "| model | "
+        + " | ".join(f"weights {name}" for name in PACKED_FORMATS)
+        + " | "
+        + " | ".join(f"vLLM, {name}" for name in PACKED_FORMATS)
+        + " | transformers, int4 |",
+        "|---" * (2 + 2 * len(PACKED_FORMATS)) + "|",
+    ]
+    for model in MODELS:
+        shapes = [shape_of(model, quantization) for quantization in PACKED_FORMATS.values()]
+        weights = [f"{shape.weight_bytes / sizing.GIB:.1f}" for shape in shapes]
+        needs = [sizing.least(shape, PACKED_TOKENS, sampler="vllm").total for shape in shapes]
+        needs.append(sizing.least(shapes[-1], PACKED_TOKENS, sampler="transformers").total)
+        lines.append(
+            f"| {model} | " + " | ".join([*weights, *(f"{need / sizing.GIB:.0f}" for need in needs)]) + " |"
+        )
+    return [*lines, ""]
 
 
 # GiB that a job finds free on an empty GPU, by its size in GB.
@@ -475,9 +523,7 @@ def plans() -> list[str]:
 
 
 def plan_row(name: str, gpu: int) -> str:
-    common, sizes = MODELS[name]
-    shape = sizing.shape_of_config({**common, **dict(zip(SIZES, sizes, strict=True))}, bytes_each=2)
-    assert shape is not None
+    shape = shape_of(name)
     free = PLANNED_GPUS[gpu] * sizing.GIB
     machine = sizing.Machine("cuda", free, "vllm", sizing.spared("cuda", free), may_sleep=True)
     try:

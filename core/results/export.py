@@ -240,7 +240,7 @@ def _recipe(
         },
         "grader_sha256": _digest(method["grader"]) if "grader" in method else None,
         "resolved_hyperparameters": job.resolved,
-        "base_model": _base(registry, job.model),
+        "base_model": _base(registry, job.model) | _quantization(session, job),
         "lineage": None if parent is None else parent.as_data(),
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
@@ -283,6 +283,12 @@ def _base(registry: Registry, name: str) -> dict[str, Any]:
         mode="json", exclude_none=True, include={"package", "file", "hub", "dtype", "context"}
     )
     return {"name": name, **({"folder": entry.path.name} if entry.path else {}), **shown}
+
+
+def _quantization(session: Session, job: Job) -> dict[str, Any]:
+    """The format of the base model's quantized weights, as the worker announced it; empty if they are not quantized."""
+    found = _announced(session, job, "quantization")
+    return {} if found is None else {"quantization": found}
 
 
 def _digest(value: Any) -> str:
@@ -405,6 +411,13 @@ def _write_loading(card: io.StringIO, base: Mapping[str, Any], method: str) -> N
             "format.\n\n"
         )
     card.write(f"```python\n{loading_code(hub or BASE_FOLDER, method)}```\n\n")
+    if quantization := base.get("quantization"):
+        card.write(
+            f"The files of the base hold {quantization} weights, and the adapter was trained on their values in "
+            f"{base.get('dtype', 'its precision')}. On other weights of the same model, such as those in bfloat16, it "
+            "gives other answers. The export format `merged` has these values with the adapter added, without "
+            "quantization.\n\n"
+        )
     if method == REWARD_MODEL:
         card.write(
             "Its output for one conversation that ends with the token that ends the answer is the reward; `mean` and "

@@ -76,6 +76,20 @@ def test_the_readme_loads_the_base_from_the_hub_or_says_whose_name_it_is(
     assert b"/secret/place" not in b"".join(home.texts.values())
 
 
+def test_the_readme_names_the_format_of_quantized_weights(database: Database, tmp_path: Path) -> None:
+    with database.write() as session:
+        project = factories.project(session)
+        plain, packed = (factories.job(session, project).id for _ in range(2))
+        events.append(session, packed, "The model's files hold ...", data={"quantization": "awq W4A16"})
+
+    homes = [exported(database, tmp_path / job, job, Registry.load(None)) for job in (plain, packed)]
+
+    cards = [home.texts["README.md"].decode() for home in homes]
+    bases = [json.loads(home.texts["reproduce.json"])["base_model"] for home in homes]
+    assert ["The files of the base hold awq W4A16 weights" in card for card in cards] == [False, True]
+    assert [base.get("quantization") for base in bases] == [None, "awq W4A16"]
+
+
 def reproduce(database: Database, folder: Path, job_id: str) -> Any:
     return json.loads(exported(database, folder, job_id, Registry.load(None)).texts["reproduce.json"])
 

@@ -261,7 +261,7 @@ def test_the_memory_plan_counts_a_second_model(tmp_path: Path) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle, None) else (middle, high)
-    more = second.weight_bytes(packed=True)
+    more = second.weight_bytes(reordered=True)
     assert more > 4 * 3 * 1000
     assert not fits(high + more - 1, second)
     assert fits(high + more, second)
@@ -289,7 +289,7 @@ def test_a_second_model_teaches_with_its_own_weights(
     teacher = load_teacher(found, student, settings, Folder(tmp_path), tmp_path, lambda: None)
     policy = teacher.policy
 
-    assert found.weight_bytes(packed=False) == 4 * sum(
+    assert found.weight_bytes(reordered=False) == 4 * sum(
         one.numel() for name, one in policy.model.named_parameters() if ".lora_" not in name
     )
     assert policy is not student and not policy.trainable

@@ -62,6 +62,17 @@ QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_wor
 QWEN3_14B = QWEN3_8B | {
     "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40
 }  # fmt: skip
+QWEN3_32B = QWEN3_14B | {"intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
+LLAMA_70B_CONFIG = {
+    "model_type": "llama", "vocab_size": 128_256, "hidden_size": 8192, "intermediate_size": 28_672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+W4A16 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LARGE = present(sizing.shape_of_config(QWEN3_8B, 2))
 H100 = Machine("cuda", 78 * GIB, "vllm")
 # 8 prompts of up to 1,024 tokens, 8 answers of up to 1,024.
@@ -82,6 +93,55 @@ def estimated(shape: sizing.Shape | None = LARGE, machine: Machine = H100, **cha
     needs = {"rank": 32, "token_budget": 16_384, "cache": 10 * GIB, "checkpointed": False} | changes
     assert shape is not None
     return sizing.estimate(shape, machine=machine, **needs)
+
+
+class TestPackedBases:
+    # GiB of the weights in bfloat16, fp8 and 4 bits, and of a job with 8,192 tokens: with vLLM in each of these, and in
+    # 4 bits without an engine. Counted by hand, for the decision to keep bases packed.
+    TABLE = (
+        (QWEN3_8B, (15.3, 8.8, 5.7), (43, 30, 24, 16)),
+        (QWEN3_14B, (27.5, 15.2, 9.2), (70, 45, 33, 22)),
+        (QWEN3_32B, (61.0, 32.0, 17.9), (142, 84, 56, 36)),
+        (LLAMA_70B_CONFIG, (131, 67.7, 36.8), (291, 164, 102, 62)),
+    )
+
+    @pytest.mark.parametrize(("config", "weights", "jobs"), TABLE)
+    def test_weights_and_jobs_need_what_their_formats_have_bits_for(
+        self, config: dict[str, Any], weights: tuple[float, ...], jobs: tuple[float, ...]
+    ) -> None:
+        shapes = [
+            present(sizing.shape_of_config(config | {"quantization_config": stored}, 2))
+            for stored in (None, FP8, W4A16)
+        ]
+        needs = [sizing.least(shape, 8192, sampler="vllm") for shape in shapes]
+        needs.append(sizing.least(shapes[-1], 8192, sampler="transformers"))
+
+        assert [shape.weight_bytes / GIB for shape in shapes] == pytest.approx(weights, rel=0.01)
+        assert [need.total / GIB for need in needs] == pytest.approx(jobs, rel=0.05)
+
+    def test_packed_layers_have_no_copies_on_a_cpu(self) -> None:
+        packed = present(sizing.shape_of_config(QWEN3_8B | {"quantization_config": W4A16}, 4))
+        cpu = Machine("cpu", 64 * GIB, "transformers", reordered=True)
+
+        head = 151_936 * 4096 * 4
+        assert estimated(packed, cpu).weights == packed.weight_bytes + 2 * head
+
+    def test_the_layers_that_the_config_leaves_plain_count_in_full(self) -> None:
+        ignored = W4A16 | {"ignore": ["lm_head", r"re:.*down_proj"]}
+        some, all_of_them = (
+            present(sizing.shape_of_config(QWEN3_8B | {"quantization_config": stored}, 2))
+            for stored in (ignored, W4A16)
+        )
+
+        down = 36 * 4096 * 12_288
+        assert all_of_them.packed.parameters - some.packed.parameters == down
+        assert some.weight_bytes - all_of_them.weight_bytes == down * 2 - down * 4.125 // 8
+
+    def test_they_are_not_sharded_over_gpus(self) -> None:
+        packed = present(sizing.shape_of_config(LLAMA_70B_CONFIG | {"quantization_config": W4A16}, 2))
+
+        with pytest.raises(DoesNotFit, match="not sharded over GPUs, because they are packed"):
+            sizing.plan_sharded("big", packed, WORK, replace(H100, available=30 * GIB), gpus=8)
 
 
 class TestEstimate:
@@ -180,7 +240,7 @@ class TestEstimate:
             "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
             "tie_word_embeddings": True,
         }  # fmt: skip
-        there = Machine("cpu", 0, "transformers", packed=True)
+        there = Machine("cpu", 0, "transformers", reordered=True)
 
         found = estimated(
             sizing.shape_of_config(config, 4),
@@ -209,7 +269,7 @@ class TestEstimate:
         assert narrow.head - estimated().head == 2 * 151_936 * 4096
 
     def test_copies_in_another_layout_are_not_kept_of_weights_that_change(self) -> None:
-        cpu = Machine("cpu", 64 * GIB, "transformers", packed=True)
+        cpu = Machine("cpu", 64 * GIB, "transformers", reordered=True)
 
         assert (
             estimated(machine=cpu, full=True).weights == LARGE.weight_bytes < estimated(machine=cpu).weights

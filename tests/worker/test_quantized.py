@@ -1,4 +1,7 @@
-"""Models whose files hold quantized weights: their plain values are trained, or they are refused by name."""
+"""Models whose files hold quantized weights: their values are trained, or they are refused by name.
+
+test_packed.py has the formats that stay packed.
+"""
 
 import json
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.worker.test_family_jobs import train_on
 from worker.checks.compatibility import refuse_by_config
-from worker.model import memory, quantized
+from worker.model import capacity, memory, quantized
 from worker.model.policy import Policy, load_base, read_config
 from worker.refusals import UnsupportedModel
 from worker.serving.export import TEXTS, merge
@@ -70,9 +73,10 @@ MADE: dict[str, tuple[str, Callable[[Weights], tuple[Weights, Weights]], dict[st
 }
 
 
-def save(folder: Path, name: str) -> Weights:
-    """A tiny model with weights in this format. Returns their values."""
+def save(folder: Path, name: str, family_title: str = "") -> Weights:
+    """A tiny model with weights in this format, of another family than usual if it is given. Returns their values."""
     title, convert, options = MADE[name]
+    title = family_title or title
     [family] = [one for one in FAMILIES if one.title == title]
     family.save(folder)
     stored, values = convert(load_file(folder / "model.safetensors"))
@@ -97,10 +101,12 @@ def test_its_values_are_loaded_and_an_adapter_is_merged_into_them(tmp_path: Path
 
     base = load_base("tiny", entry(tmp_path / "model"), tmp_path, "cpu")
 
-    loaded = base.model.state_dict()
+    assert memory.shape_of(read_config(tmp_path / "model"), torch.float32).parameters == base.parameters
+    loaded = quantized.load_wide(
+        read_config(tmp_path / "model"), tmp_path / "model", torch.float32
+    ).state_dict()
     assert {weight.dtype for weight in loaded.values()} == {torch.float32}
     assert all(torch.equal(loaded[weight], value) for weight, value in values.items())
-    assert memory.shape_of(read_config(tmp_path / "model"), torch.float32).parameters == base.parameters
 
     Policy(base, rank=4, alpha=8, seed=0).save(tmp_path / "adapter")
     for text in TEXTS:
@@ -125,16 +131,81 @@ def test_a_job_trains_it_and_says_in_which_precision(
     assert any(said in event for event in bench.events())
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
-def test_another_format_is_refused_by_name_before_the_weights_are_loaded(tmp_path: Path, name: str) -> None:
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def compressed(format: str = "pack-quantized", activations: Any = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": W4 | weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
+def two_groups() -> dict[str, Any]:
+    one = compressed()
+    return one | {"config_groups": one["config_groups"] | {"group_1": {"weights": W4 | {"group_size": 64}}}}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+# Each with what the message says of it.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\).*W4A16 by llmcompressor"),
+    ({"quant_method": "torchao"}, r"\(torchao\).*bfloat16 model that it was made from"),
+    (compressed("int-quantized", {"num_bits": 8}), "format int-quantized.*only pack-quantized"),
+    (compressed("nvfp4-pack-quantized"), "only pack-quantized"),
+    (compressed(activations={"num_bits": 8}), "activations are quantized"),
+    (compressed(actorder="group"), "act-order"),
+    (compressed(num_bits=3), "4 and 8 bits"),
+    (compressed(type="float", num_bits=8), "not float8"),
+    (compressed(strategy="tensor"), "scales by tensor"),
+    (two_groups(), "more than one way"),
+    (AWQ | {"version": "gemv"}, "version gemv.*version gemm"),
+    (AWQ | {"zero_point": False}, "zero points"),
+    (AWQ | {"bits": 8}, "only 4 bits"),
+    (GPTQ | {"desc_act": True}, "act-order"),
+    (GPTQ | {"sym": False}, "symmetric"),
+    (GPTQ | {"bits": 3}, "4 and 8 bits"),
+    (GPTQ | {"dynamic": {"-:lm_head": {}}}, "more than one way"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "layout marlin"),
+]
+
+
+@pytest.mark.parametrize(("stored", "said"), REFUSED)
+def test_another_format_is_refused_by_name_before_the_weights_are_loaded(
+    tmp_path: Path, stored: dict[str, Any], said: str
+) -> None:
     [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
     family.save(tmp_path)
-    mark(tmp_path, {"quant_method": name, "bits": 4})
+    mark(tmp_path, stored)
 
-    with pytest.raises(UnsupportedModel, match=rf"weights are quantized \({name}\).*bfloat16"):
+    with pytest.raises(UnsupportedModel, match=said) as refused:
         refuse_by_config(read_config(tmp_path), CONTEXT)
-    with pytest.raises(UnsupportedModel, match=name):
+    assert "weights are quantized (" in str(refused.value)
+    with pytest.raises(UnsupportedModel, match=said):
         load_base("tiny", entry(tmp_path), tmp_path, "cpu")
+
+
+def test_the_memory_of_a_format_that_is_refused_is_unknown_to_the_service(tmp_path: Path) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
+    family.save(tmp_path)
+    mark(tmp_path, GPTQ | {"desc_act": True})
+
+    assert capacity.shape_of(entry(tmp_path)) is None
+
+
+def test_experts_that_are_packed_are_refused(tmp_path: Path) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Qwen 3 MoE"]
+    family.save(tmp_path)
+    mark(tmp_path, AWQ)
+
+    with pytest.raises(UnsupportedModel, match=r"awq W4A16\), and it is a mixture of experts.*bfloat16"):
+        refuse_by_config(read_config(tmp_path), CONTEXT)
+
+
+def test_act_order_changes_nothing_where_a_row_has_one_scale() -> None:
+    config = SimpleNamespace(quantization_config=GPTQ | {"desc_act": True, "group_size": -1})
+    config.get_text_config = lambda: config
+
+    assert quantized.format_of(config) == "gptq W4A16"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +220,7 @@ def test_another_format_is_refused_by_name_before_the_weights_are_loaded(tmp_pat
         ((128, 192), (1, 2), (128, 128), True),
     ],
 )
-def test_fp8_weights_whose_last_block_is_cut_off_are_refused(
+def test_fp8_weights_that_are_converted_have_no_block_that_is_cut_off(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int], refused: bool
 ) -> None:
     shapes = {"a.weight": shape, "a.weight_scale_inv": scales, "b.weight": (7, 9)}
@@ -159,10 +230,11 @@ def test_fp8_weights_whose_last_block_is_cut_off_are_refused(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_model_with_a_block_that_is_cut_off_is_refused_before_it_is_loaded(
+def test_a_mixture_with_a_block_that_is_cut_off_is_refused_before_it_is_loaded(
     tmp_path: Path, shards: int
 ) -> None:
-    save(tmp_path, "fp8")
+    """transformers converts all weights of a mixture, whose experts have no packed layer."""
+    save(tmp_path, "fp8", "Qwen 3 MoE")
     if shards > 1:
         split(tmp_path)
     mark(tmp_path, {"quant_method": "fp8", "weight_block_size": [BLOCK + 16, BLOCK]})
@@ -194,5 +266,5 @@ def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_we
     save(tmp_path, "fp8")
     config = read_config(tmp_path)
 
-    assert "vLLM with fp8" in quantized.described(config, torch.bfloat16, "vllm")
+    assert "activations too: vLLM with fp8" in quantized.described(config, torch.bfloat16, "vllm")
     assert "vLLM" not in quantized.described(config, torch.bfloat16, "transformers")

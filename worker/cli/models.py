@@ -42,6 +42,7 @@ class ModelReport:
     adapted_share: float  # of the parameters
     adapted_by_kind: dict[str, Any]
     parameters: int
+    weights: str  # their format and memory, and what vLLM has in common with training
     memory: dict[int, str]  # by tokens of prompt and answer together: what a job needs
     instead: str  # why the forward is not the quickest one
     template: TemplateFacts | None  # None: it has no chat template
@@ -56,6 +57,7 @@ class ModelReport:
     def __str__(self) -> str:
         lines = [
             f"{self.name}: {self.architecture}, {self.parameters / 1e6:,.0f} million parameters",
+            f"  weights        {self.weights}",
             f"  forward        {self.forward}" + (f" ({self.instead})" if self.instead else ""),
             f"  decode         {self.decode} (the transformers sampler)",
             f"  serving        {self.serving}",
@@ -202,6 +204,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
         largest_difference=verdict.largest,
         **policy.coverage.as_data(),
         parameters=shape.parameters,
+        weights=weights_of(config, shape, entry.dtype),
         memory={
             tokens: needed(shape, tokens, device)
             for tokens in sorted({*(t for t in CONTEXTS if t < entry.context), entry.context})
@@ -209,6 +212,18 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
         instead=verdict.instead,
         template=compatibility_cache.own_facts(policy, entry),
     )
+
+
+def weights_of(config: Any, shape: Shape, dtype: str) -> str:
+    """The format of the weights, their memory, and for quantized ones the class of agreement with vLLM."""
+    from worker.model import quantized
+
+    size = f"{shape.weight_bytes / GIB:.2g} GiB"
+    name = quantized.format_of(config)
+    if not name:
+        return f"{dtype}, {size}"
+    kept = "packed" if shape.packed.parameters else f"converted to {dtype}"
+    return f"{name}, {kept}, {size}; {quantized.agreement(config)}"
 
 
 def needed(shape: Shape, tokens: int, device: Device) -> str:

@@ -56,6 +56,8 @@ EVERYWHERE = {
 ON_CPU = {
     # Left to itself vLLM wants a NUMA node for each worker, and binds several engines to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Or a CPU with AMX quantizes the activations of layers with 4-bit weights, too.
+    "VLLM_CPU_INT4_W4A8": "0",
     # On a GPU vLLM takes the second version of its model runner, unless the model needs the first.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }

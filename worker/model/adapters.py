@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from core.jobs.hyperparameter_groups import LoraTargets
 from worker.model.architecture import has_experts
+from worker.model.packed import PackedLinear
 from worker.model.targets import Kind, LinearLayer, chosen, has_suffix, kind_of
 from worker.refusals import InvalidTargets, UnsupportedModel
 
@@ -218,7 +219,7 @@ def with_gradient(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def _is_linear(module: nn.Linear, args: tuple[Tensor, ...], output: Any) -> bool:
-    if type(module) is nn.Linear:
+    if type(module) in (nn.Linear, PackedLinear):
         return True
     if not isinstance(output, Tensor) or not args:
         return False

@@ -20,6 +20,7 @@ from core.settings import Settings
 from core.units import GIB
 from worker.model import sizing
 from worker.model.sizing import MemoryPlan, Shape, Workload
+from worker.refusals import UnsupportedModel
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,15 @@ def _cached(hub_id: str) -> Path | None:
 
 
 def shape_of(entry: BaseModelEntry) -> Shape | None:
-    """Return the model's shape. None: its config is not on this machine, or it is not a Llama-like decoder."""
+    """Return the model's shape.
+
+    None: its config is not on this machine, or it is not a Llama-like decoder, or jobs on it are refused.
+    """
     config = config_of(entry)
-    return None if config is None else sizing.shape_of_config(config, BYTES_EACH[entry.dtype])
+    try:
+        return None if config is None else sizing.shape_of_config(config, BYTES_EACH[entry.dtype])
+    except UnsupportedModel:
+        return None
 
 
 def memories(settings: Settings, registry: Registry) -> Iterator[tuple[BaseModelEntry, ModelMemory]]:

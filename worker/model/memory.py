@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     DynamicCache,
     DynamicIndexedLayer,
@@ -24,10 +25,11 @@ from transformers.cache_utils import (
 
 from core.units import GIB
 from worker import main_memory
-from worker.model import recompute
+from worker.model import quantized, recompute
 from worker.model.adapters import adaptable_layers
 from worker.model.architecture import without_weights
-from worker.model.sizing import Shape
+from worker.model.packed_formats import PackedFormat
+from worker.model.sizing import PackedSizes, Shape
 from worker.out_of_memory import OutOfMainMemory, lacking
 from worker.refusals import MemoryTaken, NotEnoughMemory, first_line
 from worker.sharing.base import RunsAlone
@@ -46,6 +48,8 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
     text = config.get_text_config()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings()
+    bytes_each = torch.finfo(dtype).bits // 8
+    format = quantized.packed_format_of(config)
     # A model without attention (state spaces) has no heads: one of the width of its hidden states stands for its mixer.
     heads = _heads(text)
     queries = query_width(text)
@@ -62,8 +66,9 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         intermediate=wide,
         key_values=2 * queries // heads * (getattr(text, "num_key_value_heads", None) or heads),
         vocabulary=text.vocab_size,
-        bytes_each=torch.finfo(dtype).bits // 8,
+        bytes_each=bytes_each,
         adaptable=tuple(adaptable_layers(model)),
+        packed=PackedSizes.of(format, _packed_layers(format, model), bytes_each),
         recurrent_layers=recurrent_layers_of(config),
         state_bytes=state_bytes_of(config),
         head_norms=_has_head_norms(model),
@@ -74,6 +79,18 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
         or any("sinks" in name for name, _ in model.named_parameters()),
     )
+
+
+def _packed_layers(format: PackedFormat | None, model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Outputs and inputs of the layers that stay packed, as the config says."""
+    if format is None:
+        return []
+    head = model.get_output_embeddings()
+    return [
+        (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and not format.skips(name)
+    ]
 
 
 def query_width(text: Any) -> int:

@@ -39,9 +39,9 @@ from core.scratch import scratch_folder
 from core.special_tokens import Chat, Tools
 from core.storage.disk import NoRoom
 from core.template_facts import TemplateFacts
-from worker.model import attention, lora, memory, quantized, reasoning, recompute
+from worker.model import attention, lora, memory, packed, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
-from worker.model.architecture import class_of, refusing
+from worker.model.architecture import refusing
 from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
@@ -165,7 +165,8 @@ class Base:
 
     @property
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        plain: int = sum(parameter.numel() for parameter in self.model.parameters())
+        return plain + packed.packed_elements(self.model)
 
 
 def load_base(
@@ -204,12 +205,7 @@ def load_weights(entry: BaseModelEntry, source: Path | str, device: str) -> PreT
     """Load the frozen model alone. Raises as `load_base` does."""
     config, dtype = read_config(source), DTYPES[entry.dtype]
     with reading(source, "weights"):
-        plain = quantized.arguments(config, source)
-        model, loading = class_of(config).from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **plain
-        )
-        if plain:
-            model = model.to(dtype)  # converted weights of mxfp4 are in bfloat16, whatever `dtype` is
+        model, loading = quantized.load(config, source, dtype)
     # transformers only warns, and draws them at random.
     if missing := sorted(loading["missing_keys"]):
         raise InvalidModel(
@@ -491,11 +487,12 @@ class Policy:
         left_out = {self.model.get_submodule(name) for name in self.left_out}
         frozen = sum(
             parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad
-        )
+        ) + packed.packed_elements(self.model)
         weights: dict[Kind, list[int]] = {kind: [] for kind in KINDS}
         for name, module in self.causal.named_modules():
             if isinstance(module, LoraLayer) and module not in left_out:
-                weights[self._kinds[name]].append(module.get_base_layer().weight.numel())
+                layer = module.get_base_layer()
+                weights[self._kinds[name]].append(layer.in_features * layer.out_features)
         kinds = [
             KindCoverage(kind, len(found), sum(found) / frozen) for kind, found in weights.items() if found
         ]

@@ -12,11 +12,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from core.outages import outage
-from worker.model.architecture import without_weights
+from worker.model import packed
+from worker.model.architecture import class_of, has_experts, without_weights
+from worker.model.packed_formats import CONVERT, FORMATS, PackedFormat, format_in
 from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
-# Formats that transformers converts to plain weights, rounded once to the model's dtype. Training computes with those,
-# because kernels for quantized weights have no tested backward pass.
+# Formats that transformers converts to plain weights, rounded once to the model's dtype, where they do not stay packed
+# (packed_formats.py): in mixtures of experts, and fp8 weights with one scale.
 _CONVERTED: Mapping[str, type[FineGrainedFP8Config] | type[Mxfp4Config]] = {
     "fp8": FineGrainedFP8Config,  # DeepSeek, Qwen ...-FP8
     "mxfp4": Mxfp4Config,  # the experts of gpt-oss
@@ -33,12 +35,32 @@ def format_of(config: Any) -> str:
     if not stored:
         return ""
     name = str(stored.get("quant_method"))
+    if (found := packed_format_of(config)) is not None:
+        return found.name
     if name not in _CONVERTED:
         raise UnsupportedModel(
-            f"The model is not supported: its weights are quantized ({name}). Only {' and '.join(_CONVERTED)} are "
-            "converted for training. Use the model's files in bfloat16."
+            f"The model is not supported: its weights are quantized ({name}). Only "
+            f"{', '.join(sorted({*FORMATS, *_CONVERTED}))} are trained. {CONVERT}"
         )
     return name
+
+
+def packed_format_of(config: Any) -> PackedFormat | None:
+    """The format in which linear layers stay packed in memory; None: the weights are plain, or are converted.
+
+    Raises:
+        UnsupportedModel: the format has a variant that is not computed here, or the model is a mixture of experts.
+    """
+    stored = _stored_quantization(config)
+    found = format_in(stored)
+    if found is None or not has_experts(config):
+        return found
+    if str(stored.get("quant_method")) in _CONVERTED:
+        return None
+    raise UnsupportedModel(
+        f"The model is not supported: its weights are quantized ({found.name}), and it is a mixture of experts, which "
+        "are not computed with packed weights. Use the bfloat16 model that it was made from."
+    )
 
 
 def _stored_quantization(config: Any) -> Mapping[str, Any]:
@@ -48,14 +70,44 @@ def _stored_quantization(config: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else found.to_dict()
 
 
-def arguments(config: Any, source: Path | str) -> dict[str, Any]:
-    """The arguments of `from_pretrained` with which weights in a quantized format are loaded as plain ones.
+def load(config: Any, source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load the model that is trained, with packed layers or with plain weights, and what transformers says about it.
 
     Args:
         source: where the model's files are, a folder or a hub id.
 
     Raises:
-        UnsupportedModel: as `format_of`, or transformers would convert the files to wrong weights.
+        UnsupportedModel: as `format_of`, or the files cannot be computed with.
+    """
+    if (format := packed_format_of(config)) is not None:
+        return packed.load(config, source, format, files_by_tensor(source), dtype)
+    conversion = _conversion(config, source)
+    model, loading = class_of(config).from_pretrained(
+        source, dtype=dtype, output_loading_info=True, **conversion
+    )
+    if conversion:
+        model = model.to(dtype)  # converted weights of mxfp4 are in bfloat16, whatever `dtype` is
+    return model, loading
+
+
+def load_wide(config: Any, source: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the model with plain weights in float32: packed ones have the values that they have in `dtype`.
+
+    Arguments and errors are those of `load`.
+    """
+    if packed_format_of(config) is None:
+        model, _ = load(config, source, torch.float32)
+        return model
+    model, _ = load(config, source, dtype)
+    packed.expand(model, torch.float32)
+    return model.float()
+
+
+def _conversion(config: Any, source: Path | str) -> dict[str, Any]:
+    """The arguments of `from_pretrained` with which weights in a quantized format are loaded as plain ones.
+
+    Raises:
+        UnsupportedModel: transformers would convert the files to wrong weights.
     """
     name = format_of(config)
     block = _stored_quantization(config).get("weight_block_size") if name == "fp8" else None
@@ -65,7 +117,7 @@ def arguments(config: Any, source: Path | str) -> dict[str, Any]:
 
 
 def refuse_uneven_blocks(shapes: Mapping[str, Sequence[int]], block: Sequence[int]) -> None:
-    """Refuse fp8 weights of which the last block is cut off at the edge.
+    """Refuse fp8 weights of which the last block is cut off at the edge, in a model that is converted.
 
     transformers 5.19 takes the size of a block to be the weight's divided by the number of scales (Fp8Dequantize), so
     it would multiply other elements with a scale, or fail.
@@ -143,17 +195,26 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
+def agreement(config: Any) -> str:
+    """The class of agreement between vLLM and training, in words; "" if the weights are not quantized."""
+    name, found = format_of(config), packed_format_of(config)
+    if not name:
+        return ""
+    if found is not None and found.weight_only:
+        return "weight-only: vLLM computes with the same weights and with plain activations"
+    return f"activations too: vLLM with {name} may quantize activations, so expect a larger logprob_gap"
+
+
 def described(config: Any, dtype: torch.dtype, sampler: str) -> str:
     """For an event of the job: the precision of trainer and sampler. "" if the weights are not quantized."""
     name = format_of(config)
     if not name:
         return ""
     plain = str(dtype).removeprefix("torch.")
+    packed = ", and decodes one layer at a time" if packed_format_of(config) is not None else ""
     sampled = (
-        f"vLLM with {name}, so expect a larger logprob_gap"
+        f"The sampler: {agreement(config)}."
         if sampler == "vllm"
-        else "and so does the sampler"
+        else "The sampler computes with the same values."
     )
-    return (
-        f"The model's files hold {name} weights. Training computes with their values in {plain}, {sampled}."
-    )
+    return f"The model's files hold {name} weights. Training computes with their values in {plain}{packed}. {sampled}"

@@ -25,7 +25,8 @@ from worker.model.engine_sizes import (
     is_useful,
     slot_rank,
 )
-from worker.model.targets import LinearLayer, chosen
+from worker.model.packed_formats import PackedFormat, format_in, packed_bytes
+from worker.model.targets import Kind, LinearLayer, chosen
 
 HEAD_CHUNK = 512  # rows of the vocabulary product alive at once: 512 x 49,152 float32 logits are 100 MB
 MAX_SEQUENCES = SEQUENCES[-1]  # that vLLM decodes side by side
@@ -70,6 +71,29 @@ class DoesNotFit(Exception):
 
 
 @dataclass(frozen=True)
+class PackedSizes:
+    """Of the linear layers whose weights stay packed in memory (worker/model/packed.py)."""
+
+    parameters: int = 0
+    bytes: int = 0  # of these, with their scales
+    widest: int = 0  # parameters of the largest layer; a layer is decoded when it is computed
+
+    @staticmethod
+    def of(format: PackedFormat | None, layers: Sequence[tuple[int, int]], bytes_each: int) -> "PackedSizes":
+        """Add up layers.
+
+        Args:
+            layers: outputs and inputs of each packed layer; empty without a format.
+            bytes_each: of a number in the model's dtype.
+        """
+        if format is None:
+            return PackedSizes()
+        sizes = [rows * columns for rows, columns in layers]
+        stored = sum(packed_bytes(format, *layer, bytes_each) for layer in layers)
+        return PackedSizes(sum(sizes), stored, max(sizes, default=0))
+
+
+@dataclass(frozen=True)
 class Shape:
     """What memory depends on. Sizes in elements."""
 
@@ -84,6 +108,7 @@ class Shape:
     vocabulary: int
     bytes_each: int  # of a weight
     adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
+    packed: PackedSizes = PackedSizes()  # of linear_parameters
     recurrent_layers: int = 0  # whose states do not grow with the tokens
     state_bytes: int = (
         0  # of a sequence in one layer with a recurrent state, at most; a layer may have keys too
@@ -108,7 +133,12 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.bytes_each
+        return (self.parameters - self.packed.parameters) * self.bytes_each + self.packed.bytes
+
+    @property
+    def plain_linear_bytes(self) -> int:
+        """Of the linear layers that are not packed."""
+        return (self.linear_parameters - self.packed.parameters) * self.bytes_each
 
     def divided(self, processes: int) -> "Shape":
         """What one of the processes of an engine keeps of a token. With more processes than heads they keep copies."""
@@ -263,7 +293,7 @@ class Machine:
     available: int  # bytes that are free before anything is loaded
     sampler: SamplerName
     spared: int = 0  # of these, that no plan uses
-    packed: bool = False  # the linear weights are kept twice more, as worker/model/lora.py does on a CPU
+    reordered: bool = False  # plain linear weights are kept twice more, as worker/model/lora.py does on a CPU
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
@@ -307,7 +337,7 @@ def machine(
     available: int,
     sampler: SamplerName,
     *,
-    packed: bool = False,
+    reordered: bool = False,
     gpu_class: str = "",
     engines: int = 1,
     tensor_parallel: int = 1,
@@ -328,7 +358,7 @@ def machine(
         max(0, available - teacher_bytes),
         sampler,
         spared(device, available),
-        packed,
+        reordered,
         kv_cache_bytes=None if cache == "auto" else int(cache * GIB),
         token_budget=None if budget == "auto" else budget,
         gpu_class=gpu_class,
@@ -538,8 +568,8 @@ def estimate(
         masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
     if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
         masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
-    packed = machine.packed and not full  # of weights that do not change
-    weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
+    reordered = machine.reordered and not full  # weights that do not change
+    weights = shape.weight_bytes + (2 * shape.plain_linear_bytes if reordered else 0)
     shard = None
     if machine.degree > 1:
         shard = shape.trained_shard_bytes if full else shape.shard_bytes(machine.degree)
@@ -551,7 +581,9 @@ def estimate(
         * 4
         * (4 + (adapter_copies if machine.device == "cpu" else 0))
         + (0 if full else undo),
-        activations=token_budget * (kept + ends + gradients) + (padding if machine.device == "cuda" else 0),
+        activations=token_budget * (kept + ends + gradients)
+        + (padding if machine.device == "cuda" else 0)
+        + decoded_bytes(shape, reordered=reordered),
         attention=masks,
         head=_head_bytes(shape, machine.device, full=full),
         cache=cache,
@@ -566,6 +598,15 @@ def estimate(
         sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
+
+
+def decoded_bytes(shape: Shape, *, reordered: bool) -> int:
+    """Of one packed layer while it is computed: its weight, and the integers that become a part of it.
+
+    Args:
+        reordered: it is also transposed, and copied to oneDNN's layout (worker/model/lora.py).
+    """
+    return shape.packed.widest * ((3 if reordered else 1) * shape.bytes_each + 1)
 
 
 def _head_bytes(shape: Shape, device: Device, *, full: bool) -> int:
@@ -748,7 +789,8 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     Raises:
         DoesNotFit: with no degree; the message has the numbers of the largest one.
     """
-    degrees = degrees_of(machine, gpus, full=work.full)
+    # Packed layers are not sharded (worker/model/sharding.py).
+    degrees = (1,) if shape.packed.parameters else degrees_of(machine, gpus, full=work.full)
     can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
     by_choice = can_sleep and work.learned > 0 and not work.full
     for sleeps in (False, True) if can_sleep else (False,):
@@ -763,7 +805,7 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
     tried += ["vLLM asleep while the job learns"] if can_sleep else []
     note = f" Tried with {', and with '.join(tried)}." if tried else ""
-    raise DoesNotFit(f"{refusal}{note}{'' if work.full else _unsharded(machine, gpus)}") from refusal
+    raise DoesNotFit(f"{refusal}{note}{'' if work.full else _unsharded(shape, machine, gpus)}") from refusal
 
 
 def cheaper(
@@ -810,8 +852,12 @@ def degrees_of(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int,
     return tuple(degree for degree in DEGREES if gpus % degree == 0)
 
 
-def _unsharded(machine: Machine, gpus: int) -> str:
-    if machine.sampler == "vllm" or machine.device != "cuda" or gpus == 1:
+def _unsharded(shape: Shape, machine: Machine, gpus: int) -> str:
+    if machine.device != "cuda" or gpus == 1:
+        return ""
+    if shape.packed.parameters:
+        return " The weights are not sharded over GPUs, because they are packed: use the model's files in bfloat16."
+    if machine.sampler == "vllm":
         return ""
     return " The weights are not sharded over GPUs, because the sampler `transformers` uses them: use `vllm`."
 
@@ -1183,6 +1229,9 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     """Of a model that is described by its config.json. None: it does not have the fields of a Llama-like decoder.
 
     Biases are left out: they are less than 0.01 %. worker/model/memory.py counts exactly, with transformers.
+
+    Raises:
+        UnsupportedModel: its weights are quantized in a way that is refused.
     """
     text = config.get("text_config") or config
     try:
@@ -1197,18 +1246,16 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     keys = int(text.get("num_key_value_heads") or heads) * size
     attention = hidden * (2 * queries + 2 * keys)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-    if experts:
-        each = int(text.get("moe_intermediate_size") or dense)
-        feed_forward = experts * 3 * hidden * each + experts * hidden
-        intermediate = each * int(text.get("num_experts_per_tok") or 1)
-    else:
-        feed_forward, intermediate = 3 * hidden * dense, dense
+    feed_forward, intermediate = _feed_forward(text, hidden, dense, experts)
     linear = layers * (attention + feed_forward) + vocabulary * hidden
     family = str(text.get("model_type", ""))
     head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
     layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
     norms = layers * (layer_norms * hidden + (2 * size if head_norms else 0)) + hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
+    format = None if experts else format_in(stored)
+    blocks = _block_layers(layers, hidden, queries, keys, intermediate)
     return Shape(
         parameters=linear + norms + (0 if tied else vocabulary * hidden),
         linear_parameters=linear,
@@ -1224,24 +1271,47 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         layer_norms=layer_norms,
         recomputes_norms=True,
         recomputes_gates=not experts,
-        adaptable=_adaptable(layers, hidden, queries, keys, intermediate),
+        adaptable=tuple(LinearLayer(name, kind, rows + columns) for name, kind, rows, columns in blocks),
+        packed=PackedSizes.of(format, _packed(format, blocks), bytes_each),
     )
 
 
-def _adaptable(
+def _feed_forward(text: Mapping[str, Any], hidden: int, dense: int, experts: int) -> tuple[int, int]:
+    """Parameters of the feed-forward part of a block, and the width that one token goes through."""
+    if not experts:
+        return 3 * hidden * dense, dense
+    each = int(text.get("moe_intermediate_size") or dense)
+    parameters = experts * 3 * hidden * each + experts * hidden
+    return parameters, each * int(text.get("num_experts_per_tok") or 1)
+
+
+def _block_layers(
     layers: int, hidden: int, queries: int, keys: int, intermediate: int
-) -> tuple[LinearLayer, ...]:
-    """The seven linear layers of each Llama block. For a mixture: with a block as wide as the experts of a token."""
-    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
-    feed_forward = {"gate_proj": intermediate, "up_proj": intermediate, "down_proj": intermediate}
-    in_each = [
-        LinearLayer(f"self_attn.{name}", "attention", hidden + other) for name, other in attention.items()
+) -> Sequence[tuple[str, Kind, int, int]]:
+    """Name, kind, outputs and inputs of the seven linear layers of each Llama block.
+
+    For a mixture: of a block as wide as the experts of a token.
+    """
+    in_each: Sequence[tuple[str, Kind, int, int]] = [
+        ("self_attn.q_proj", "attention", queries, hidden),
+        ("self_attn.k_proj", "attention", keys, hidden),
+        ("self_attn.v_proj", "attention", keys, hidden),
+        ("self_attn.o_proj", "attention", hidden, queries),
+        ("mlp.gate_proj", "feed-forward", intermediate, hidden),
+        ("mlp.up_proj", "feed-forward", intermediate, hidden),
+        ("mlp.down_proj", "feed-forward", hidden, intermediate),
     ]
-    in_each += [
-        LinearLayer(f"mlp.{name}", "feed-forward", hidden + other) for name, other in feed_forward.items()
-    ]
-    return tuple(
-        replace(layer, name=f"model.layers.{number}.{layer.name}")
+    return [
+        (f"model.layers.{number}.{name}", kind, rows, columns)
         for number in range(layers)
-        for layer in in_each
-    )
+        for name, kind, rows, columns in in_each
+    ]
+
+
+def _packed(
+    format: PackedFormat | None, blocks: Sequence[tuple[str, Kind, int, int]]
+) -> list[tuple[int, int]]:
+    """Outputs and inputs of the layers that are packed."""
+    if format is None:
+        return []
+    return [(rows, columns) for name, _, rows, columns in blocks if not format.skips(name)]

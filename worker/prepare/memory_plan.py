@@ -61,7 +61,7 @@ def plan_memory(
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
     weight_bytes = base.shape.weight_bytes
-    packed = base.device == "cpu" and base.entry.dtype == "float32"
+    reordered = base.device == "cpu" and base.entry.dtype == "float32"
 
     def plan(free: int, main_memory: int) -> MemoryPlan:
         machine = sizing.machine(
@@ -70,13 +70,13 @@ def plan_memory(
             free,
             # Without a sampler that uses the trainer's weights these can be sharded.
             base.sampler if samples else "vllm",
-            packed=packed,
+            reordered=reordered,
             engines=base.engines.engines,
             tensor_parallel=base.engines.tensor_parallel,
             split=split,
             may_sleep=may_sleep,
             main_memory=main_memory,
-            teacher_bytes=0 if teacher is None else teacher.weight_bytes(packed=packed),
+            teacher_bytes=0 if teacher is None else teacher.weight_bytes(reordered=reordered),
         )
         return sizing.plan_sharded(name, base.shape, workload, machine, ranks)
 

@@ -41,7 +41,8 @@ class BaseModel:
     sampler: SamplerName
     sampler_version: str
     rows: bool = False  # it is known or expected to be computed in rows
-    precision: str = ""  # how its quantized weights are computed with, in words
+    quantization: str = ""  # the format of its quantized weights
+    precision: str = ""  # how these are computed with, in words
     engines: Placement = ONE_ENGINE  # of vLLM
     fleet: tuple[str, ...] = ()  # the addresses of the fleet that samples instead
 
@@ -95,6 +96,7 @@ def inspect_model(
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     compatibility.refuse_by_config(config, entry.context)
+    quantization = quantized.format_of(config)
     precision = quantized.described(config, DTYPES[entry.dtype], sampler)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
@@ -109,7 +111,9 @@ def inspect_model(
             "attention heads.",
             "model",
         )
-    return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines, fleet)
+    return BaseModel(
+        entry, source, shape, device, sampler, version, rows, quantization, precision, engines, fleet
+    )
 
 
 def refuse_full(job: Job, settings: Settings) -> None:

@@ -40,7 +40,7 @@ def record_start(plan: TrainingPlan, start: LoadedPolicy | BackgroundPolicy) -> 
     files = {job.training_file: plan.rows.train, job.validation_file or "": plan.rows.valid}
     report_template(recorder, start.policy, files)
     if base.precision:
-        recorder.inform(base.precision, {})
+        recorder.inform(base.precision, {"quantization": base.quantization})
     return recorder
 
 

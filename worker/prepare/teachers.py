@@ -45,11 +45,11 @@ class TeacherModel:
         it by a token (worker/rollout/served_teacher.py)."""
         return 0 if self.server is None else 1
 
-    def weight_bytes(self, *, packed: bool) -> int:
-        """Memory beside that of a job without a teacher. `packed` as in `sizing.Machine`."""
+    def weight_bytes(self, *, reordered: bool) -> int:
+        """Memory beside that of a job without a teacher. `reordered` as in `sizing.Machine`."""
         if self.shape is None:
             return 0
-        copies = 2 * self.shape.linear_parameters * self.shape.bytes_each if packed else 0
+        copies = 2 * self.shape.plain_linear_bytes if reordered else 0
         return self.shape.weight_bytes + copies
 
 

@@ -114,21 +114,18 @@ def _download(home: TakeHome, blobs: BlobStore, checkpoint_id: str, folder: Path
 
 def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> None:
     """Write a whole model: base + scale * BA, added in float32 and rounded once to the base's own precision."""
-    import torch
     from peft import PeftModel
     from transformers import AutoTokenizer
 
     from worker.model import quantized
-    from worker.model.architecture import class_of
     from worker.model.policy import DTYPES, read_config, source_of
 
     source = source_of(entry, cache)
-    config = read_config(source)
-    plain = quantized.arguments(config, source)
-    base = class_of(config).from_pretrained(source, dtype=torch.float32, **plain).to(torch.float32)
-    model = PeftModel.from_pretrained(base, adapter).merge_and_unload().to(DTYPES[entry.dtype])
+    config, dtype = read_config(source), DTYPES[entry.dtype]
+    base = quantized.load_wide(config, source, dtype)
+    model = PeftModel.from_pretrained(base, adapter).merge_and_unload().to(dtype)
     require_room(folder, OUTPUT, sum(weight.nbytes for weight in model.parameters()))
-    (quantized.as_plain(model) if plain else model).save_pretrained(folder)
+    (quantized.as_plain(model) if quantized.format_of(config) else model).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     # The adapter may have been trained with another template than the base model's.
     _copy_texts(adapter, folder)

@@ -8,7 +8,7 @@ import torch
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from worker.device import select_device
-from worker.model import memory
+from worker.model import memory, sizing
 from worker.model.policy import load_base, read_shape
 from worker.serving.continuous import ContinuousEngine
 from worker.serving.engine import Engine
@@ -28,9 +28,11 @@ class TransformersBuilder:
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
         shape = read_shape(entry, self.settings.model_cache)
-        packed = self.device == "cpu" and entry.dtype == "float32"  # a second copy, see worker/model/lora.py
-        copies = shape.parameters + (shape.linear_parameters if packed else 0)
-        return copies * shape.bytes_each + MARGIN_BYTES
+        reordered = (
+            self.device == "cpu" and entry.dtype == "float32"
+        )  # a second copy, see worker/model/lora.py
+        copies = shape.plain_linear_bytes if reordered else 0
+        return shape.weight_bytes + copies + sizing.decoded_bytes(shape, reordered=reordered) + MARGIN_BYTES
 
     def bytes_free(self) -> int:
         return memory.available(self.device)

@@ -8,6 +8,7 @@ from torch import nn
 
 from worker.model.batch import RowCost
 from worker.model.memory import query_width
+from worker.model.packed import packed_elements
 from worker.model.policy import Policy
 
 # Matrix products of a forward and backward pass. Weights: the output and the gradient of the input; of the adapter also
@@ -38,4 +39,4 @@ def _products(layer: nn.Module, experts_per_token: int | None) -> int:
         elif parameter.dim() == 3:  # all experts in one tensor
             experts = len(parameter)
             products += times * parameter.numel() // experts * min(experts, experts_per_token or experts)
-    return products
+    return products + FROZEN * packed_elements(layer)
