@@ -15,6 +15,7 @@ REFUSALS = {
     403: "The API key lacks the required scope.",
     404: "The resource does not exist in this project.",
     405: "The eval of a job is read-only.",
+    409: "The episode is completed, or its deadline has passed.",
     410: "The stored content is damaged or missing; a retry does not help.",
     413: "The request body is too large.",
     416: "The requested range of bytes is not part of the content.",

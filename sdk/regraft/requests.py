@@ -22,7 +22,7 @@ from regraft._rules.foreign_files import HEAD_BYTES, container_of
 from regraft._rules.masking import masked_path
 
 FILES = ("training_file", "validation_file")
-OF_THE_METHOD = ("grader", "hyperparameters", "response_format", "tools", "max_episode_steps")
+OF_THE_METHOD = ("grader", "hyperparameters", "response_format", "tools", "environment", "max_episode_steps")
 PATHS = [["training_file"], ["validation_file"], ["grader"]]
 MAX_PROBLEMS = 20  # lines of an error
 STORED = "stored:"  # before the name of a stored grader, in place of a file

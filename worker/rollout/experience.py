@@ -473,6 +473,8 @@ class Rewards:
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
         if rollout.episode is not None and rollout.episode.stop == "discarded":
             return Grade(None, f"the episode was discarded: {rollout.episode.problem}", ErrorKind.other_error)
+        if rollout.episode is not None and rollout.episode.reward is not None:
+            return Grade(rollout.episode.reward)
         async with self._slots:
             sample = Sample.from_text(
                 rollout.content, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
