@@ -1,5 +1,8 @@
 """An agent in the user's own process trains a model, through the official client and a live server."""
 
+from difflib import SequenceMatcher
+from typing import Any
+
 import openai
 import pytest
 import regraft
@@ -13,38 +16,36 @@ GRADER = {
     "name": "none",
     "source": "def grade(sample, item):\n    raise ValueError('the agent gives the rewards')",
 }
+TWICE = TRAIN[0]["messages"][0]["content"]  # the question after whose answer there is another one
 
 
-def job_of(client: openai.OpenAI, **settings: object) -> str:
-    method = {
-        "type": "reinforcement",
-        "reinforcement": {
-            "grader": GRADER,
-            "hyperparameters": HYPERPARAMETERS | {"n_epochs": 4, "eval_interval": 8},
-            "environment": {"type": "client"},
-        },
+def job_of(client: openai.OpenAI) -> str:
+    reinforcement = {
+        "grader": GRADER,
+        "hyperparameters": HYPERPARAMETERS | {"n_epochs": 5},
+        "environment": {"type": "client"},
     }
-    return client.fine_tuning.jobs.create(
+    method: Any = {"type": "reinforcement", "reinforcement": reinforcement}
+    created = client.fine_tuning.jobs.create(
         model="tiny",
         training_file=upload(client).id,
         validation_file=upload(client, VALID, "valid.jsonl").id,
-        method=method,  # type: ignore[arg-type]
+        method=method,
         seed=1,
-        **settings,  # type: ignore[arg-type]
-    ).id
+    )
+    return created.id
 
 
 def play(episode: Episode) -> float:
-    """Asks once, and once more after a wrong answer. What counts is the last one."""
-    client = episode.openai()
-    messages = list(episode.messages)
-    answer = client.chat.completions.create(model="any", messages=messages)  # type: ignore[arg-type]
-    if answer.choices[0].message.content == "yes":
-        return 1.0
-    messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": "tell me now"}]
-    pieces = client.chat.completions.create(model="any", messages=messages, stream=True)  # type: ignore[call-overload]
-    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    return 0.5 if text == "yes" else 0.0
+    """The reward of the first answer. One of the questions has a second one, whose answer is streamed."""
+    client, messages = episode.openai(), list[Any](episode.messages)
+    answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+    text = answer.content or ""
+    if episode.item["messages"][0]["content"] == TWICE:
+        messages += [answer.to_dict(), {"role": "user", "content": "please"}]
+        pieces = client.chat.completions.create(model="any", messages=messages, stream=True)
+        assert [piece.choices[0].finish_reason for piece in pieces][-1] in ("stop", "length")
+    return 0.5 * SequenceMatcher(a=text, b="yes").ratio() + 0.5 * (text == "yes")
 
 
 @pytest.mark.slow
@@ -55,6 +56,8 @@ def test_a_model_learns_what_the_users_agent_rewards(server: Server) -> None:
     played = regraft.agents.run(job, play, 16, client=client)
 
     assert (played.job_status, played.failed) == ("succeeded", 0)
-    validated = client.jobs.metrics(job)["full_valid_mean_reward"].dropna()
-    print(validated, client.jobs.metrics(job)[["train_mean_reward", "episode_turns_mean"]])
-    assert validated.iloc[-1] > validated.iloc[0] + 0.5
+    steps = client.jobs.metrics(job)
+    print(steps[["train_mean_reward", "episode_turns_mean", "full_valid_mean_reward"]])
+    rewards = steps["train_mean_reward"].dropna()
+    assert rewards.tail(2).mean() > rewards.head(2).mean() + 0.2
+    assert steps["episode_turns_mean"].max() > 1
