@@ -140,7 +140,7 @@ class CheckpointNotFound(NotFound):
 
 
 class EpisodeRefused(ServiceError):
-    """What the run of a job does not do for the user's agent."""
+    """The run of a job refuses a request of the user's agent."""
 
     type = "invalid_request_error"
 

@@ -151,7 +151,7 @@ def _leased(request: Request, run: Run, leased: Mapping[str, Any]) -> LeasedEpis
 
 
 class EpisodeChat(ChatCreate):
-    """A request for an answer in an episode. The job's sampling parameters count in place of its own."""
+    """A request for an answer in an episode. Its own sampling parameters have no effect."""
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "EpisodeChat":
@@ -167,7 +167,7 @@ class EpisodeChat(ChatCreate):
         return self
 
     def to_run(self, key: str, *, is_retry: bool) -> dict[str, Any]:
-        """The request as the run reads it: Asked in worker/rollout/agent_episodes.py."""
+        """The request as the run reads it: ChatRequest in worker/rollout/agent_episodes.py."""
         asked = {name: getattr(self, name) for name in _SAMPLING}
         return {
             "messages": [_message(message) for message in self.messages],

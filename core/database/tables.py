@@ -356,7 +356,7 @@ class Attempt(Table):
 
 
 class EpisodeServer(Table):
-    """Where the run of a job answers the user's agent (core/jobs/episode_servers.py)."""
+    """The address at which the run of a job answers the user's agent (core/jobs/episode_servers.py)."""
 
     __tablename__ = "episode_servers"
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)

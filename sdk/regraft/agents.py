@@ -57,7 +57,7 @@ class Episode:
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
 
-Agent = Callable[[Episode], float | None | Awaitable[float | None]]
+Agent = Callable[[Episode], float | Awaitable[float | None] | None]
 """Plays an episode. Returns its reward; None: the job's grader scores it. An error gives the episode back, once."""
 
 
@@ -98,8 +98,8 @@ def run(
 
     Args:
         job: its id.
-        function: plays one episode; a coroutine function gets an event loop of its own. It is called in several
-            threads at once.
+        function: plays one episode; a coroutine function gets its own event loop. It is called in several threads
+            at once.
         concurrency: episodes at once.
 
     Raises:

@@ -50,9 +50,16 @@ class Run:
             assert request.headers["authorization"].startswith("Bearer ")
             self.got.append((path, await request.json()))
             if self.refuses and path.endswith(self.refuses):
-                error = {"message": "over", "type": "invalid_request_error", "param": None, "code": "episode_over"}
+                error = {
+                    "message": "over",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": "episode_over",
+                }
                 return JSONResponse({"error": error}, 409)
-            return JSONResponse({"data": self.open} if path == "lease" else SAID if path.endswith("chat") else {})
+            return JSONResponse(
+                {"data": self.open} if path == "lease" else SAID if path.endswith("chat") else {}
+            )
 
 
 @pytest.fixture
@@ -109,7 +116,9 @@ def test_the_key_of_an_episode_is_good_for_this_episode_only(
     assert [answer.status_code for answer in refused] == [401] * len(refused)
 
 
-def test_a_large_conversation_is_read_with_the_key_of_its_episode(agent: TestClient, job: str, run: Run) -> None:
+def test_a_large_conversation_is_read_with_the_key_of_its_episode(
+    agent: TestClient, job: str, run: Run
+) -> None:
     large = {"model": "any", "messages": [{"role": "user", "content": "a" * 100_000}]}
 
     assert agent.post(path_of(job, CHAT_PATH), json=large).status_code == 200
@@ -187,9 +196,7 @@ def test_a_reward_that_is_no_number_to_train_with_is_refused(
 ) -> None:
     body = f'{{"status": "ready", "reward": {reward}}}'
 
-    answer = agent.post(
-        path_of(job, "complete"), content=body, headers={"content-type": "application/json"}
-    )
+    answer = agent.post(path_of(job, "complete"), content=body, headers={"content-type": "application/json"})
 
     assert answer.status_code == 400
     assert run.got == []
@@ -281,7 +288,10 @@ REINFORCEMENT = {"grader": GRADER, "hyperparameters": {"batch_size": 1}}
         ({"environment": {"type": "http"}}, "environment.type"),
         ({"environment": {"type": "client", "timeout_s": 0}}, "environment.timeout_s"),
         ({"environment": {}}, "environment.type"),
-        ({"environment": {"type": "client"}, "tools": [{"name": "f", "server_url": "https://a.b/c"}]}, "environment"),
+        (
+            {"environment": {"type": "client"}, "tools": [{"name": "f", "server_url": "https://a.b/c"}]},
+            "environment",
+        ),
         ({"environment": {"type": "client"}, "max_episode_steps": 0}, "max_episode_steps"),
         ({"max_episode_steps": 3}, "max_episode_steps"),
     ],

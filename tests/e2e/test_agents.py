@@ -57,7 +57,6 @@ def test_a_model_learns_what_the_users_agent_rewards(server: Server) -> None:
 
     assert (played.job_status, played.failed) == ("succeeded", 0)
     steps = client.jobs.metrics(job)
-    print(steps[["train_mean_reward", "episode_turns_mean", "full_valid_mean_reward"]])
     rewards = steps["train_mean_reward"].dropna()
     assert rewards.tail(2).mean() > rewards.head(2).mean() + 0.2
     assert steps["episode_turns_mean"].max() > 1

@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.test_episodes import FUNCTIONS, LIMITS, PROMPT, SAMPLING, Script, read_calls, said
 from worker.refusals import PausedWhileWaiting
-from worker.rollout.agent_episodes import Asked, Board, Completed, Game, Refused
+from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Game, Refused, ignored_of
 from worker.rollout.agent_sampler import AgentLink, AgentRules, AgentSampler
 from worker.rollout.conversations import Message, Tools
 from worker.rollout.episodes import EpisodeLimits
@@ -30,7 +30,7 @@ class Words:
 
     takes_several = True
 
-    def whole(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+    def conversation(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         roles = [token for message in messages for token in self._of(message)]
         return (*(60 + number for number in range(len(tools))), *roles, ROLES["assistant"])
 
@@ -77,7 +77,7 @@ def played(
         [leased] = await board.lease(1, 60)
 
         async def ask(*messages: Message, tools: Tools = FUNCTIONS, **options: Any) -> Message:
-            answer = await board.ask(leased["id"], Asked(messages, tools, **options))
+            answer = await board.ask(leased["id"], ChatRequest(messages, tools, **options))
             message: Message = answer["choices"][0]["message"]
             return message
 
@@ -149,7 +149,7 @@ def test_other_tools_or_another_system_prompt_begin_a_tree_of_their_own(change: 
 
     rollout = played(agent, Counted(["a", "b"]))
 
-    whole = Words().whole([*system, ASK], tools)
+    whole = Words().conversation([*system, ASK], tools)
     assert shape(rollout) == [(None, (), "a"), (NEW_ROOT, whole, "b")]
 
 
@@ -172,9 +172,13 @@ def test_a_request_that_is_asked_again_has_a_sibling_with_another_seed() -> None
 
     rollout = played(agent, calls)
 
-    whole = Words().whole([system, ASK], FUNCTIONS)
+    whole = Words().conversation([system, ASK], FUNCTIONS)
     assert calls.drawn == [(whole, 0), (whole, 1)]
-    assert [(node.parent, node.context_ids) for node in rollout.nodes] == [(NEW_ROOT, whole), (0, ()), (0, ())]
+    assert [(node.parent, node.context_ids) for node in rollout.nodes] == [
+        (NEW_ROOT, whole),
+        (0, ()),
+        (0, ()),
+    ]
     assert rollout.nodes[0].answer is NO_ANSWER
     assert len({SAMPLING.turn_seed(replace(ROW, ids=whole, ask=ask), 0) for ask in (0, 1)}) == 2
 
@@ -217,10 +221,10 @@ def test_what_an_agent_sampled_before_a_limit_is_graded_also_if_the_agent_then_f
         board = Board(game(Counted(["aa bb"]), limits), lambda: "episode", 60)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         [leased] = await board.lease(1, 60)
-        first = await board.ask(leased["id"], Asked([ASK], FUNCTIONS))
+        first = await board.ask(leased["id"], ChatRequest([ASK], FUNCTIONS))
         further = [ASK, first["choices"][0]["message"], ASK]
         with pytest.raises(Refused, match="Complete it: what was sampled is graded"):
-            await board.ask(leased["id"], Asked(further, FUNCTIONS))
+            await board.ask(leased["id"], ChatRequest(further, FUNCTIONS))
         board.complete(leased["id"], Completed("failed"))
         return await playing
 
@@ -238,7 +242,7 @@ def test_an_abandoned_episode_is_leased_once_more_and_then_has_no_reward() -> No
             [leased] = await board.lease(1, 60)
         rollout = await playing
         with pytest.raises(Refused, match="its deadline has passed") as refused:
-            await board.ask(leased["id"], Asked([ASK]))
+            await board.ask(leased["id"], ChatRequest([ASK]))
         assert refused.value.status == 409
         return rollout
 
@@ -254,14 +258,14 @@ def test_the_first_completion_of_an_episode_counts() -> None:
         board = Board(game(Counted()), lambda: "episode", 60)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         [leased] = await board.lease(1, 60)
-        await board.ask(leased["id"], Asked([ASK]))
+        await board.ask(leased["id"], ChatRequest([ASK]))
         board.complete("episode", Completed("ready", 0.5))
         board.complete("episode", Completed("ready", 0.5))
         with pytest.raises(Refused) as refused:
             board.complete("episode", Completed("ready", 1.0))
         assert refused.value.status == 409
         with pytest.raises(Refused) as refused:
-            await board.ask("episode", Asked([ASK]))
+            await board.ask("episode", ChatRequest([ASK]))
         assert refused.value.status == 409
         return await playing
 
@@ -276,7 +280,7 @@ def test_a_completion_aborts_what_is_being_sampled() -> None:
         board = Board(game(Counted(free=asyncio.Event())), lambda: "episode", 60)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         await board.lease(1, 60)
-        asking = asyncio.create_task(board.ask("episode", Asked([ASK])))
+        asking = asyncio.create_task(board.ask("episode", ChatRequest([ASK])))
         while not board._leases["episode"].episode._newest:
             await asyncio.sleep(0)
         board.complete("episode", Completed("ready"))
@@ -293,7 +297,7 @@ def test_tools_of_a_model_that_has_none_are_refused_by_name() -> None:
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         await board.lease(1, 60)
         with pytest.raises(Refused, match="chat_template") as refused:
-            await board.ask("episode", Asked([ASK], FUNCTIONS))
+            await board.ask("episode", ChatRequest([ASK], FUNCTIONS))
         assert (refused.value.status, refused.value.param) == (400, "tools")
         playing.cancel()
 
@@ -306,17 +310,16 @@ def test_other_sampling_parameters_are_reported_once() -> None:
     async def note(asked: Mapping[str, Any]) -> None:
         reported.append(asked)
 
-    async def play() -> None:
-        board = Board(game(Counted(), on_ignored=note), lambda: "episode", 60)
-        playing = asyncio.create_task(board.play(ROW, 0, "trace"))
-        await board.lease(1, 60)
-        for sampling in ({"temperature": 1.0, "max_tokens": 4}, {"temperature": 0.2, "seed": 1}, {"seed": 2}):
-            await board.ask("episode", Asked([ASK], sampling=sampling))
-        playing.cancel()
+    answers = sampled(an_agent("ready", {"temperature": 0.2, "max_tokens": 9, "seed": 1}), on_ignored=note)
 
-    asyncio.run(play())
-
+    assert len(answers) == 4
     assert reported == [{"temperature": 0.2, "seed": 1}]
+
+
+def test_the_jobs_own_sampling_parameters_are_no_others() -> None:
+    asked = {"temperature": SAMPLING.temperature, "top_p": 1.0, "max_tokens": SAMPLING.max_completion_tokens}
+
+    assert ignored_of(asked, SAMPLING) == {}
 
 
 async def _nothing(asked: Any) -> None:
@@ -324,10 +327,13 @@ async def _nothing(asked: Any) -> None:
 
 
 def sampled(
-    serve: Callable[[Board], Any], script: Any = None, waiting: Callable[[bool], Awaitable[None]] = _nothing
+    serve: Callable[[Board], Any],
+    script: Any = None,
+    waiting: Callable[[bool], Awaitable[None]] = _nothing,
+    on_ignored: Callable[[Mapping[str, Any]], Awaitable[None]] = _nothing,
 ) -> list[Answer]:
     rules = AgentRules("job", read_calls, Words(), LIMITS)
-    link = AgentLink(serve, map("episode_{}".format, count()).__next__, waiting, _nothing)
+    link = AgentLink(serve, map("episode_{}".format, count()).__next__, waiting, on_ignored)
     sampler = AgentSampler(script or Script(lambda member: [said("a")] * 9), rules, link, 0.0)
 
     async def sample() -> list[Answer]:
@@ -336,15 +342,17 @@ def sampled(
     return asyncio.run(sample())
 
 
-def an_agent(status: str) -> Callable[[Board], Any]:
-    """Plays all episodes, and completes them so."""
+def an_agent(status: str, sampling: Mapping[str, Any] = {}) -> Callable[[Board], Any]:
+    """Plays all episodes with these parameters, and completes them so."""
 
     @asynccontextmanager
     async def serve(board: Board) -> AsyncIterator[None]:
         async def play() -> None:
             while True:
                 for leased in await board.lease(8, 60):
-                    await board.ask(leased["id"], Asked(leased["messages"], leased["tools"]))
+                    await board.ask(
+                        leased["id"], ChatRequest(leased["messages"], leased["tools"], sampling=sampling)
+                    )
                     board.complete(leased["id"], Completed(status))  # type: ignore[arg-type]
 
         playing = asyncio.create_task(play())
@@ -398,7 +406,7 @@ def test_an_error_of_the_sampler_ends_the_step() -> None:
     async def serve(board: Board) -> AsyncIterator[None]:
         async def play() -> None:
             [leased] = await board.lease(1, 60)
-            await board.ask(leased["id"], Asked(leased["messages"], leased["tools"]))
+            await board.ask(leased["id"], ChatRequest(leased["messages"], leased["tools"]))
 
         playing = asyncio.create_task(play())
         yield

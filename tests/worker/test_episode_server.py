@@ -27,9 +27,11 @@ def with_server(talk: Callable[[httpx.AsyncClient, "asyncio.Task[Rollout]"], Awa
         url = url_of(listening)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         headers = {"authorization": "Bearer between us"}
-        async with served(board, listening, "between us", Settings()):
-            async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client:
-                await talk(client, playing)
+        async with (
+            served(board, listening, "between us", Settings()),
+            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client,
+        ):
+            await talk(client, playing)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
 

@@ -156,15 +156,19 @@ def conversations(template: str) -> TemplateConversations:
 def test_a_question_of_the_user_continues_behind_an_answer_too(template: str) -> None:
     found = conversations(template)
     question, said, more = (
-        {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "well"), ("user", "why"))
+        {"role": role, "content": text}
+        for role, text in (("user", "?"), ("assistant", "well"), ("user", "why"))
     )
 
     behind = found.behind(said, [more], [])
 
-    asked, ended = found.whole([question], []), render(found.tokenizer, [question, said], generation_prompt=False)
+    asked, ended = (
+        found.conversation([question], []),
+        render(found.tokenizer, [question, said], generation_prompt=False),
+    )
     answer = ended[len(asked) : -1]  # a newline is behind the stop
     assert behind is not None
-    assert (*asked, *answer, *behind) == found.whole([question, said, more], [])
+    assert (*asked, *answer, *behind) == found.conversation([question, said, more], [])
 
 
 def test_a_thought_that_a_question_of_the_user_drops_is_no_continuation() -> None:

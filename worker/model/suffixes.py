@@ -198,7 +198,9 @@ class TemplateConversations:
             takes_several = True
         return cls(tokenizer, stop_ids, takes_several)
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
         """A conversation, up to its next answer. Raises ChatTemplateFailed: the template rejects it."""
         return tuple(render(self.tokenizer, messages, tools=tools))
 

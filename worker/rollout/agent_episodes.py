@@ -53,7 +53,7 @@ class Rendering(Protocol):
         """Whether an answer may have several calls. Else its first call counts alone."""
         ...
 
-    def whole(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+    def conversation(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """A conversation, up to its next answer. Raises ChatTemplateFailed: the template rejects it."""
         ...
 
@@ -63,7 +63,7 @@ class Rendering(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A request of the agent for an answer."""
 
     messages: Sequence[Message]
@@ -71,7 +71,7 @@ class Asked:
     parallel: bool = True  # False: the first call of the answer counts alone
     key: str = ""  # its Idempotency-Key
     is_retry: bool = False  # OpenAI's client repeats a request that it has sent before
-    # What it asks for and does not get, because the job's own values count.
+    # Sampling parameters that it has, and that count only where they are the job's.
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Game:
-    """What the episodes of a step or a validation share."""
+    """The part that the episodes of a step or a validation have in common."""
 
     calls: SampledTurns
     sampling: Sampling
@@ -91,7 +91,7 @@ class Game:
     rendering: Rendering
     limits: EpisodeLimits
     tools_problem: str = ""  # why the model cannot have tools
-    # Gets the sampling parameters of the first request that asks for others than the job's.
+    # Gets the sampling parameters of requests that ask for others than the job's.
     on_ignored: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
     # Conversations are rendered in one thread at a time: the tokens of a megabyte take 150 MB.
     in_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -118,31 +118,33 @@ class AgentEpisode:
         self._known: list[Known] = []
         self._begun = 0
         self._asks: Counter[tuple[int, ...]] = Counter()
+        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._by_key: dict[str, tuple[str, asyncio.Task[dict[str, Any]]]] = {}
         self._newest: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by digest
 
-    async def ask(self, asked: Asked) -> dict[str, Any]:
+    async def ask(self, request: ChatRequest) -> dict[str, Any]:
         """Return a chat completion. A repeated request gets the first answer, and nothing is sampled.
 
         Raises:
             Refused: there is no answer.
             SamplerFailed: the run cannot continue.
         """
-        digest = asked.digest
-        if asked.key and asked.key in self._by_key:
-            first, task = self._by_key[asked.key]
+        digest = request.digest
+        if request.key and request.key in self._by_key:
+            first, task = self._by_key[request.key]
             if first != digest:
                 message = "The Idempotency-Key was used for another request; use a new key for a new request."
                 raise Refused(400, message, "idempotency_key_reused")
-        elif asked.is_retry and digest in self._newest:
+        elif request.is_retry and digest in self._newest:
             task = self._newest[digest]
         else:
-            # A task of its own: the client may leave and repeat the request.
-            task = asyncio.create_task(self._answer(asked))
-            task.add_done_callback(lambda done: self._forget_failed(asked, digest, done))
+            # In its own task: the client may leave and repeat the request.
+            task = asyncio.create_task(self._answer(request))
+            task.add_done_callback(lambda done: self._forget_failed(request, digest, done))
+            self._tasks.add(task)
             self._newest[digest] = task
-            if asked.key:
-                self._by_key[asked.key] = digest, task
+            if request.key:
+                self._by_key[request.key] = digest, task
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -150,21 +152,21 @@ class AgentEpisode:
                 raise EpisodeOver(self.id) from None
             raise
 
-    def _forget_failed(self, asked: Asked, digest: str, task: asyncio.Task[dict[str, Any]]) -> None:
+    def _forget_failed(self, request: ChatRequest, digest: str, task: asyncio.Task[dict[str, Any]]) -> None:
         """Have a repetition of a request without an answer try again."""
         if not task.cancelled() and task.exception() is None:
             return
         if self._newest.get(digest) is task:
             del self._newest[digest]
-        if asked.key and self._by_key.get(asked.key, (digest, None))[1] is task:
-            del self._by_key[asked.key]
+        if request.key and self._by_key.get(request.key, (digest, None))[1] is task:
+            del self._by_key[request.key]
 
-    async def _answer(self, asked: Asked) -> dict[str, Any]:
-        if asked.tools and self.game.tools_problem:
+    async def _answer(self, request: ChatRequest) -> dict[str, Any]:
+        if request.tools and self.game.tools_problem:
             raise Refused(
                 400, f"The request has tools, and {self.game.tools_problem}", "invalid_value", "tools"
             )
-        parent, context = await self._placed(asked)
+        parent, context = await self._placed(request)
         ids = self._tree.path(parent) + context
         number = self._begin(ids)
         ask, self._asks[ids] = self._asks[ids], self._asks[ids] + 1
@@ -172,11 +174,11 @@ class AgentEpisode:
             sampled = await self.game.calls.next(replace(self.prompt, ids=ids, ask=ask), self.member)
         except Exception as cause:
             raise SamplerFailed(str(cause)) from cause
-        answer = self._parsed(asked, sampled, number)
+        answer = self._parsed(request, sampled, number)
         place = self._tree.add(parent, context, answer)
-        said = message_of(answer)
-        self._known.append(Known(spelled(asked.tools), (*asked.messages, said), place, answer))
-        return _completion(answer, said, len(ids), f"{self.trace}/{number}")
+        message = message_of(answer)
+        self._known.append(Known(spelled(request.tools), (*request.messages, message), place, answer))
+        return _completion(answer, message, len(ids), f"{self.trace}/{number}")
 
     def _begin(self, ids: tuple[int, ...]) -> int:
         """Count an answer to these tokens, and return its number. Raises Refused: it exceeds a limit."""
@@ -197,33 +199,35 @@ class AgentEpisode:
         message = f"The episode {what}. Complete it: what was sampled is graded."
         return Refused(400, message, "context_length_exceeded" if limit == "context" else "episode_limit")
 
-    async def _placed(self, asked: Asked) -> tuple[Parent, tuple[int, ...]]:
-        """Where the answer goes: a place of the tree, and the tokens between."""
-        found = self._continued(asked)
+    async def _placed(self, request: ChatRequest) -> tuple[Parent, tuple[int, ...]]:
+        """Find the place of the tree behind which the answer goes, and the tokens between them."""
+        found = self._continued(request)
         async with self.game.in_turn:
             if found is not None:
                 known, further = found
                 rendering = self.game.rendering
-                behind = await asyncio.to_thread(rendering.behind, known.messages[-1], further, asked.tools)
+                behind = await asyncio.to_thread(rendering.behind, known.messages[-1], further, request.tools)
                 if behind is not None:
                     return known.place, behind
             try:
-                whole = await asyncio.to_thread(self.game.rendering.whole, asked.messages, asked.tools)
+                whole = await asyncio.to_thread(
+                    self.game.rendering.conversation, request.messages, request.tools
+                )
             except ChatTemplateFailed as cause:
                 raise Refused(400, str(cause), "invalid_value", "messages") from cause
         return self._tree.deepest(whole)
 
-    def _continued(self, asked: Asked) -> tuple[Known, Sequence[Message]] | None:
+    def _continued(self, request: ChatRequest) -> tuple[Known, Sequence[Message]] | None:
         """The longest conversation that the request continues behind a whole answer, and the messages behind it."""
-        tools = spelled(asked.tools)
+        tools = spelled(request.tools)
         for known in sorted(self._known, key=lambda one: len(one.messages), reverse=True):
-            if known.tools == tools and (further := continued(known.messages, asked.messages)):
+            if known.tools == tools and (further := continued(known.messages, request.messages)):
                 return None if known.answer.is_truncated else (known, further)
         return None
 
-    def _parsed(self, asked: Asked, sampled: Rollout, number: int) -> Rollout:
-        row = {"tools": list(asked.tools), "parallel_tool_calls": asked.parallel}
-        read = self.game.read_calls(sampled, row if asked.tools else {})
+    def _parsed(self, request: ChatRequest, sampled: Rollout, number: int) -> Rollout:
+        row = {"tools": list(request.tools), "parallel_tool_calls": request.parallel}
+        read = self.game.read_calls(sampled, row if request.tools else {})
         if read.parsed is None:
             return read
         counted = read.parsed.calls if self.game.rendering.takes_several else read.parsed.calls[:1]
@@ -231,7 +235,7 @@ class AgentEpisode:
 
     def end(self) -> None:
         """Abort what is being sampled."""
-        for task in {*self._newest.values(), *(task for _, task in self._by_key.values())}:
+        for task in self._tasks:
             task.cancel()
 
     def played(self, reward: float | None) -> Rollout:
@@ -263,7 +267,7 @@ class AgentEpisode:
         return replace(Rollout.of_nodes(nodes, is_truncated=stop in TRUNCATED), episode=episode)
 
 
-def ignored_of(asked: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+def ignored_of(parameters: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     """The sampling parameters of a request that ask for something else than the job's."""
     same: dict[str, Callable[[Any], bool]] = {
         "temperature": lambda value: value == sampling.temperature,
@@ -271,7 +275,7 @@ def ignored_of(asked: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
         "max_tokens": lambda value: value >= sampling.max_completion_tokens,
         "max_completion_tokens": lambda value: value >= sampling.max_completion_tokens,
     }
-    return {name: value for name, value in asked.items() if name not in same or not same[name](value)}
+    return {name: value for name, value in parameters.items() if name not in same or not same[name](value)}
 
 
 def uses_of(messages: Sequence[Message]) -> list[ToolUse]:
@@ -287,9 +291,13 @@ def uses_of(messages: Sequence[Message]) -> list[ToolUse]:
     ]
 
 
-def _completion(answer: Rollout, said: Message, prompt_tokens: int, seed: str) -> dict[str, Any]:
+def _completion(answer: Rollout, written: Message, prompt_tokens: int, seed: str) -> dict[str, Any]:
     """A chat completion in OpenAI's format, without the name of its model."""
-    message = {**said, "content": said["content"] or (None if answer.tool_calls else ""), "refusal": None}
+    message = {
+        **written,
+        "content": written["content"] or (None if answer.tool_calls else ""),
+        "refusal": None,
+    }
     reason = "length" if answer.is_truncated else "tool_calls" if answer.tool_calls else "stop"
     tokens = len(answer.output_ids_T)
     return {
@@ -342,7 +350,6 @@ class Board:
         self._leases: dict[str, Lease] = {}
         self._over: dict[str, Completed | None] = {}  # by id of the lease; None: its time has passed
         self._changed = asyncio.Event()
-        self._asked_for_others = False
 
     @property
     def is_idle(self) -> bool:
@@ -394,22 +401,21 @@ class Board:
             "deadline": int(time.time() + self._seconds),
         }
 
-    async def ask(self, lease_id: str, asked: Asked) -> dict[str, Any]:
+    async def ask(self, lease_id: str, request: ChatRequest) -> dict[str, Any]:
         """Return a chat completion. Raises Refused, or SamplerFailed, which is the error of `play` too."""
         if (lease := self._leases.get(lease_id)) is None:
             raise EpisodeOver(lease_id)
-        await self._note_ignored(asked.sampling)
+        await self._note_ignored(request.sampling)
         try:
-            return await lease.episode.ask(asked)
+            return await lease.episode.ask(request)
         except SamplerFailed as failed:
             if not lease.offer.rollout.done():
                 lease.offer.rollout.set_exception(failed.__cause__ or failed)
             raise
 
-    async def _note_ignored(self, asked: Mapping[str, Any]) -> None:
-        ignored = ignored_of(asked, self._game.sampling)
-        if ignored and not self._asked_for_others and self._game.on_ignored is not None:
-            self._asked_for_others = True
+    async def _note_ignored(self, parameters: Mapping[str, Any]) -> None:
+        ignored = ignored_of(parameters, self._game.sampling)
+        if ignored and self._game.on_ignored is not None:
             await self._game.on_ignored(ignored)
 
     def complete(self, lease_id: str, completed: Completed) -> None:
@@ -420,14 +426,14 @@ class Board:
             raise EpisodeOver(lease_id)
         self._end(lease, completed)
         if completed.status == "failed" and lease.episode.limit is None:
-            self._again(lease, "the agent reported that it failed")
+            self._offer_again(lease, "the agent reported that it failed")
         elif not lease.offer.rollout.done():
             lease.offer.rollout.set_result(lease.episode.played(completed.reward))
 
     def _expire(self, lease_id: str) -> None:
         lease = self._leases[lease_id]
         self._end(lease, None)
-        self._again(lease, f"the agent did not complete it in {self._seconds:g} s")
+        self._offer_again(lease, f"the agent did not complete it in {self._seconds:g} s")
 
     def _end(self, lease: Lease, completed: Completed | None) -> None:
         self._over[lease.id] = completed
@@ -435,7 +441,7 @@ class Board:
         lease.expiry.cancel()
         lease.episode.end()
 
-    def _again(self, lease: Lease, problem: str) -> None:
+    def _offer_again(self, lease: Lease, problem: str) -> None:
         """Offer the episode once more, or discard it."""
         if lease.offer.leases < LEASES:
             self._offer(lease.offer)

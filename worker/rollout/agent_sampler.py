@@ -17,7 +17,7 @@ WAIT_S = 5.0  # between two looks at whether the job is still wanted
 
 @dataclass(frozen=True)
 class AgentRules:
-    """What the job and its model say about its episodes."""
+    """The rules of a job's episodes, which follow from the job and its model."""
 
     job: str  # its id
     read_calls: ReadCalls
@@ -28,13 +28,13 @@ class AgentRules:
 
 @dataclass(frozen=True)
 class AgentLink:
-    """How the run and the agent reach each other."""
+    """The connection between the run and the agent."""
 
     serve: Callable[[Board], AbstractAsyncContextManager[None]]  # the board to the agent, in the context
     new_id: Callable[[], str]  # of a lease
     # Called while episodes are played; gets whether no agent plays. Raises PausedWhileWaiting.
     waiting: Callable[[bool], Awaitable[None]]
-    on_ignored: Callable[[Mapping[str, Any]], Awaitable[None]]  # as in Game
+    on_ignored: Callable[[Mapping[str, Any]], Awaitable[None]]  # as in Game, of the first one only
 
 
 class AgentSampler:
@@ -44,6 +44,7 @@ class AgentSampler:
         self, sampler: TurnSampler, rules: AgentRules, link: AgentLink, wait_s: float = WAIT_S
     ) -> None:
         self._sampler, self._rules, self._link, self._wait_s = sampler, rules, link, wait_s
+        self._has_reported = False
 
     async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         """Yield the episodes as they end.
@@ -61,7 +62,7 @@ class AgentSampler:
                 rules.rendering,
                 rules.limits,
                 rules.tools_problem,
-                link.on_ignored,
+                self._report_once,
             )
             board = Board(game, link.new_id, rules.limits.seconds)
             async with link.serve(board):
@@ -79,6 +80,11 @@ class AgentSampler:
                     for task in places:
                         task.cancel()
                     await asyncio.gather(*places, return_exceptions=True)
+
+    async def _report_once(self, ignored: Mapping[str, Any]) -> None:
+        if not self._has_reported:
+            self._has_reported = True
+            await self._link.on_ignored(ignored)
 
     async def _answers(
         self, board: Board, places: "Mapping[asyncio.Task[Rollout], tuple[int, int]]"

@@ -44,7 +44,7 @@ def _call(call: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _arguments(text: str) -> tuple[bool, str]:
-    """JSON in one spelling, so that 1 and true differ; or the text, if it is no JSON."""
+    """JSON in one spelling, so that 1 and true differ; or the text, if it is not JSON."""
     try:
         return True, json.dumps(json.loads(text), sort_keys=True)
     except (ValueError, RecursionError):

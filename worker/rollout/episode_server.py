@@ -1,4 +1,4 @@
-"""The HTTP server of a run whose episodes an agent plays. The API forwards to it; nobody else has its secret."""
+"""The HTTP server of a run whose episodes an agent plays. The API forwards to it; no other client has its secret."""
 
 import asyncio
 import hmac
@@ -20,7 +20,7 @@ from core.addresses import HostPort, family_of
 from core.chat import envelope
 from core.connections import connection_options
 from core.settings import Settings
-from worker.rollout.agent_episodes import Asked, Board, Completed, Refused, SamplerFailed
+from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Refused, SamplerFailed
 
 GRACE_S = 10  # for the answers under way when a step has ended
 
@@ -77,7 +77,7 @@ def app_of(board: Board, secret: str) -> Starlette:
         return _json({"data": await board.lease(body["max"], body["wait_s"])})
 
     async def chat(request: Request) -> Response:
-        return _json(await board.ask(request.path_params["id"], Asked(**await request.json())))
+        return _json(await board.ask(request.path_params["id"], ChatRequest(**await request.json())))
 
     async def complete(request: Request) -> Response:
         board.complete(request.path_params["id"], Completed(**await request.json()))

@@ -280,7 +280,7 @@ def _refuse_tools(
         message = f"'{where}' reads sample.{name}, which is null in a job without 'tools' or 'environment'."
         raise UserMistake("invalid_grader", message, where)
     if is_played_by_agent(job.body):
-        return  # it has tools of its own
+        return  # the agent has its own tools
     if (read := reads_sample(spec, GRADER_PARAM, ("output_tools",))) and not any(row.tools for row in rows):
         where, name = read
         message = f"'{where}' reads sample.{name}, and no row of the training file has tools."
