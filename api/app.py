@@ -123,7 +123,7 @@ def create_app(
         shutdown=Shutdown(),
     )
     app.state.upstream = chat.Upstream(settings)
-    app.state.runs = episodes.Runs()
+    app.state.runs = episodes.EpisodeRuns()
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
     app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))

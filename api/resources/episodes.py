@@ -24,7 +24,7 @@ from core.chat import Message, Text
 from core.database.tables import Job
 from core.errors import EpisodeRefused, InvalidJobState, InvalidParameter, NotReady
 from core.jobs import episode_servers, lifecycle
-from core.jobs.episode_servers import Run
+from core.jobs.episode_servers import EpisodeRun
 from core.jobs.tools import is_played_by_agent
 from core.telemetry import tracing
 from graders.types import MAX_SCORE, is_score
@@ -40,7 +40,7 @@ _REFUSED = ("logit_bias", "stop", "logprobs", "top_logprobs")
 _SAMPLING = ("temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "reasoning_effort")
 
 
-class Runs:
+class EpisodeRuns:
     """The connections of one API process to the runs of jobs. Belongs to one event loop."""
 
     def __init__(self, timeout: httpx.Timeout = TIMEOUT) -> None:
@@ -52,7 +52,7 @@ class Runs:
             await self._client.aclose()
             self._client = None
 
-    async def post(self, run: Run, path: str, body: Mapping[str, Any]) -> Any:
+    async def post(self, run: EpisodeRun, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request to a run, and return its answer.
 
         Raises:
@@ -83,12 +83,12 @@ class Runs:
         return answer.json()
 
 
-async def _runs(request: Request) -> Runs:
-    runs: Runs = request.app.state.runs
+async def _runs(request: Request) -> EpisodeRuns:
+    runs: EpisodeRuns = request.app.state.runs
     return runs
 
 
-JobRuns = Annotated[Runs, Depends(_runs)]
+JobRuns = Annotated[EpisodeRuns, Depends(_runs)]
 
 
 class LeaseBody(Body):
@@ -127,7 +127,7 @@ async def lease_episodes(
 ) -> LeasedEpisodes:
     """Lease episodes of a job with the environment `client`, for an agent that plays them."""
 
-    def find() -> tuple[Job, Run | None]:
+    def find() -> tuple[Job, EpisodeRun | None]:
         with service.database.read() as session:
             job = lifecycle.get(session, project.id, job_id)
             return job, episode_servers.of_job(session, job)
@@ -144,7 +144,7 @@ async def lease_episodes(
     return LeasedEpisodes(data=[_leased(request, run, one) for one in data], job_status=job.status)
 
 
-def _leased(request: Request, run: Run, leased: Mapping[str, Any]) -> LeasedEpisode:
+def _leased(request: Request, run: EpisodeRun, leased: Mapping[str, Any]) -> LeasedEpisode:
     id = leased["id"]
     base_url = f"{request.base_url}v1/regraft/episodes/{id}/v1"
     return LeasedEpisode(base_url=base_url, api_key=episode_servers.key_of(run.secret, id), **leased)
@@ -214,11 +214,11 @@ async def answer_in_episode(
 
 
 async def _to_run(
-    service: Service, runs: Runs, job: Job, episode_id: str, route: str, body: Mapping[str, Any]
+    service: Service, runs: EpisodeRuns, job: Job, episode_id: str, route: str, body: Mapping[str, Any]
 ) -> Any:
     """The answer of the run to a request about an episode. Raises EpisodeRefused: the job has ended."""
 
-    def find() -> Run | None:
+    def find() -> EpisodeRun | None:
         with service.database.read() as session:
             return episode_servers.of_job(session, job)
 

@@ -21,7 +21,7 @@ LIVE = ("running", "pausing")
 
 
 @dataclass(frozen=True)
-class Run:
+class EpisodeRun:
     """A run that plays episodes."""
 
     url: str  # without a slash at the end; "": it does not sample now, or there is none
@@ -53,13 +53,13 @@ def publish(session: Session, job: Job, url: str) -> str:
     return row.secret
 
 
-def of_job(session: Session, job: Job) -> Run | None:
+def of_job(session: Session, job: Job) -> EpisodeRun | None:
     """The run of a job; None: it has never sampled."""
     row = session.get(EpisodeServer, job.id)
     if row is None:
         return None
     is_there = job.status in LIVE and row.epoch == job.epoch
-    return Run(row.url if is_there else "", row.secret)
+    return EpisodeRun(row.url if is_there else "", row.secret)
 
 
 def of_episode(session: Session, episode: str, key: str) -> Job | None:

@@ -243,7 +243,7 @@ def test_routes_that_store_nothing_leave_content_and_blobs_as_they_are(
             settled=True,
         )
         session.add(delivery)
-        agents = {"environment": {"type": "client", "timeout_s": 60}}
+        agents = {"grader": GRADER, "hyperparameters": {}, "environment": {"type": "client", "timeout_s": 60}}
         queued = factories.job(session, house.project, status="queued", body=agents).id
         session.flush()
         known["delivery_id"] = delivery.id

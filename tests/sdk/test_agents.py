@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -123,7 +122,7 @@ def test_the_command_line_finds_a_function_in_the_working_directory(
 ) -> None:
     (tmp_path / "my_agent_of_a_test.py").write_text("def play(episode):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)  # which the command does for the working directory, for good
 
     episode = Episode("id", "url", "key", {}, [], [], "train", "trace", 9)
 

@@ -277,11 +277,12 @@ def test_the_first_completion_of_an_episode_counts() -> None:
 
 def test_a_completion_aborts_what_is_being_sampled() -> None:
     async def play() -> None:
-        board = Board(game(Counted(free=asyncio.Event())), lambda: "episode", 60)
+        calls = Counted(free=asyncio.Event())
+        board = Board(game(calls), lambda: "episode", 60)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         await board.lease(1, 60)
         asking = asyncio.create_task(board.ask("episode", ChatRequest([ASK])))
-        while not board._leases["episode"].episode._newest:
+        while not calls.drawn:
             await asyncio.sleep(0)
         board.complete("episode", Completed("ready"))
         with pytest.raises(Refused):

@@ -314,7 +314,7 @@ def _completion(answer: Rollout, written: Message, prompt_tokens: int, seed: str
 
 
 @dataclass(eq=False)
-class Offer:
+class OfferedEpisode:
     """An episode that an agent is to play."""
 
     prompt: Prompt
@@ -329,7 +329,7 @@ class Lease:
     """An offer that an agent has."""
 
     id: str
-    offer: Offer
+    offer: OfferedEpisode
     episode: AgentEpisode
     expiry: asyncio.TimerHandle
 
@@ -346,7 +346,7 @@ class Board:
     def __init__(self, game: Game, new_id: Callable[[], str], seconds: float) -> None:
         """`seconds`: of a lease."""
         self._game, self._new_id, self._seconds = game, new_id, seconds
-        self._open: deque[Offer] = deque()
+        self._open: deque[OfferedEpisode] = deque()
         self._leases: dict[str, Lease] = {}
         self._over: dict[str, Completed | None] = {}  # by id of the lease; None: its time has passed
         self._changed = asyncio.Event()
@@ -357,8 +357,8 @@ class Board:
         return not self._leases
 
     async def play(self, prompt: Prompt, member: int, trace: str) -> Rollout:
-        """Offer an episode, and return it once it has ended."""
-        offer = Offer(prompt, member, trace, asyncio.get_running_loop().create_future())
+        """OfferedEpisode an episode, and return it once it has ended."""
+        offer = OfferedEpisode(prompt, member, trace, asyncio.get_running_loop().create_future())
         self._offer(offer)
         try:
             return await offer.rollout
@@ -382,7 +382,7 @@ class Board:
                 return []
         return [self._leased(self._open.popleft()) for _ in range(min(most, len(self._open)))]
 
-    def _leased(self, offer: Offer) -> dict[str, Any]:
+    def _leased(self, offer: OfferedEpisode) -> dict[str, Any]:
         if not self._open:
             self._changed.clear()
         offer.leases += 1
@@ -442,12 +442,12 @@ class Board:
         lease.episode.end()
 
     def _offer_again(self, lease: Lease, problem: str) -> None:
-        """Offer the episode once more, or discard it."""
+        """OfferedEpisode the episode once more, or discard it."""
         if lease.offer.leases < LEASES:
             self._offer(lease.offer)
         elif not lease.offer.rollout.done():
             lease.offer.rollout.set_result(lease.episode.discarded(problem))
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: OfferedEpisode) -> None:
         self._open.append(offer)
         self._changed.set()

@@ -11,7 +11,7 @@ Parent = int | None
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePlace:
     """Consecutive tokens on a path: those of an answer, or context."""
 
     parent: Parent
@@ -24,7 +24,7 @@ class TokenTree:
 
     def __init__(self, prompt_ids: tuple[int, ...]) -> None:
         self._prompt_ids = prompt_ids
-        self._places: list[Place] = []
+        self._places: list[TreePlace] = []
 
     def path(self, place: Parent) -> tuple[int, ...]:
         """All tokens up to the end of a place."""
@@ -57,11 +57,11 @@ class TokenTree:
         """Add an answer behind a context, which is there once. Returns the answer's place."""
         if context:
             parent = self._context(parent, context)
-        self._places.append(Place(parent, answer.output_ids_T, answer))
+        self._places.append(TreePlace(parent, answer.output_ids_T, answer))
         return len(self._places) - 1
 
     def _context(self, parent: Parent, context: tuple[int, ...]) -> int:
-        wanted = Place(parent, context, None)
+        wanted = TreePlace(parent, context, None)
         if wanted not in self._places:
             self._places.append(wanted)
         return self._places.index(wanted)
