@@ -9,14 +9,14 @@ import regraft
 from regraft.agents import Episode
 
 from tests.e2e.conftest import Server
-from tests.e2e.test_openai_client import HYPERPARAMETERS, TRAIN, VALID, upload
+from tests.e2e.test_openai_client import HYPERPARAMETERS, QUESTIONS, VALID, upload
 
 GRADER = {
     "type": "python",
     "name": "none",
     "source": "def grade(sample, item):\n    raise ValueError('the agent gives the rewards')",
 }
-TWICE = TRAIN[0]["messages"][0]["content"]  # the question after whose answer there is another one
+TWICE = QUESTIONS[0]  # the question after whose answer there is another one
 
 
 def job_of(client: openai.OpenAI) -> str:
