@@ -27,6 +27,8 @@ REFUSALS = {
 
 # For the `openapi_extra` of a POST that any key may send, because it is read-only.
 FOR_ANY_KEY: dict[str, Any] = {"x-key-scope": "read"}
+# The same of a route that takes the key of an episode only.
+FOR_KEY_OF_EPISODE: dict[str, Any] = {"x-key-scope": "episode"}
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -57,12 +59,14 @@ def refusals_of(method: str, path: str, operation: dict[str, Any]) -> Iterator[i
     body = "requestBody" in operation
     if body or any(parameter["in"] != "path" for parameter in operation.get("parameters", ())):
         yield 400
+    of_episode = operation.get("x-key-scope") == FOR_KEY_OF_EPISODE["x-key-scope"]
     if "security" in operation:
         yield 401
+    if "security" in operation and not of_episode:
         yield 429
         if method != "get" and operation.get("x-key-scope") != FOR_ANY_KEY["x-key-scope"]:
             yield 403
-    if "{" in path:
+    if "{" in path and not of_episode:
         yield 404
     if body:
         yield 413

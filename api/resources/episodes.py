@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from api.http.deps import CurrentProject, EpisodeJob, Service, ServiceDep
 from api.http.json_responses import JSON, encode
-from api.http.openapi import refusals
+from api.http.openapi import FOR_KEY_OF_EPISODE, refusals
 from api.http.shapes import Body
 from api.resources.chat import ANSWERS, TIMEOUT, ChatCreate
 from core.asgi import UNBUFFERED, until_gone
@@ -188,7 +188,11 @@ IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=MAX_K
 RetryCount = Annotated[str, Header(alias="X-Stainless-Retry-Count", include_in_schema=False)]
 
 
-@router.post("/episodes/{episode_id}/v1/chat/completions", responses=ANSWERS | refusals(409, 503))
+@router.post(
+    "/episodes/{episode_id}/v1/chat/completions",
+    responses=ANSWERS | refusals(409, 503),
+    openapi_extra=FOR_KEY_OF_EPISODE,
+)
 async def answer_in_episode(
     request: Request,
     episode_id: str,
@@ -269,7 +273,7 @@ class EpisodeModels(BaseModel):
     data: list[EpisodeModel]
 
 
-@router.get("/episodes/{episode_id}/v1/models")
+@router.get("/episodes/{episode_id}/v1/models", openapi_extra=FOR_KEY_OF_EPISODE)
 async def list_models_of_episode(episode_id: str, job: EpisodeJob) -> EpisodeModels:
     """List the model of the job, which answers under any name."""
     return EpisodeModels(data=[EpisodeModel(id=job.model, created=job.created_at)])
@@ -301,7 +305,9 @@ class CompletedEpisode(BaseModel):
     completed_at: int
 
 
-@router.post("/episodes/{episode_id}/complete", responses=refusals(409, 503))
+@router.post(
+    "/episodes/{episode_id}/complete", responses=refusals(409, 503), openapi_extra=FOR_KEY_OF_EPISODE
+)
 async def complete_episode(
     episode_id: str, body: CompleteBody, job: EpisodeJob, service: ServiceDep, runs: JobRuns
 ) -> CompletedEpisode:
