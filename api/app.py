@@ -34,6 +34,7 @@ from api.resources import (
     completions,
     curves,
     embeddings,
+    episodes,
     estimates,
     eval_compare,
     eval_import,
@@ -122,6 +123,7 @@ def create_app(
         shutdown=Shutdown(),
     )
     app.state.upstream = chat.Upstream(settings)
+    app.state.runs = episodes.EpisodeRuns()
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
     app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))
@@ -137,6 +139,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         tasks.cancel_scope.cancel()
     await app.state.upstream.close()
+    await app.state.runs.close()
     app.state.service.graders.close()
 
 
@@ -175,6 +178,7 @@ def all_routes() -> list[BaseRoute]:
         jobs,
         permissions,
         attempts,
+        episodes,
         estimates,
         previews,
         models,

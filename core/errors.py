@@ -25,6 +25,7 @@ ServiceError                    500 server_error
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
 │   └── KeyNotFound
+├── EpisodeRefused              400 or 409: the run of the job says why
 ├── CheckpointDamaged           410: a retry does not help
 ├── ContentDamaged              410: the same for a file
 ├── MadeByJobs                  405: the eval of a job is read-only
@@ -136,6 +137,16 @@ class CheckpointNotFound(NotFound):
 
     def __init__(self, checkpoint_id: str) -> None:
         super().__init__(f"No such checkpoint: {checkpoint_id}", param="checkpoint_id")
+
+
+class EpisodeRefused(ServiceError):
+    """The run of a job refuses a request of the user's agent."""
+
+    type = "invalid_request_error"
+
+    def __init__(self, status: int, message: str, *, param: str | None, code: str | None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status_code = status
 
 
 class CheckpointDamaged(ServiceError):

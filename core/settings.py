@@ -230,6 +230,9 @@ class Settings(BaseSettings):
     nodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
+    # Address of this worker for the API, which forwards to it what the user's agent asks for (docs/howto/agents.md).
+    # Each run listens there, on a port that the system chooses. The default is for a worker beside the API.
+    episodes_host: str = "127.0.0.1"
     # Jobs that a worker with one GPU runs at once, if they are on the same base model, which is then in memory once
     # (docs/howto/scale.md, Several jobs on one GPU).
     jobs_per_worker: int = Field(default=1, ge=1, le=16)
@@ -297,13 +300,14 @@ class Settings(BaseSettings):
             raise PydanticCustomError("broker_url", "{problem}", {"problem": str(problem)}) from None
         return url
 
-    @field_validator("host", "rendezvous", mode="after")
+    @field_validator("host", "episodes_host", "rendezvous", mode="after")
     @classmethod
     def _is_an_address(cls, text: str, field: ValidationInfo) -> str:
         if not text:
             return text
         try:
-            return plain_host(text) if field.field_name == "host" else str(HostPort.parse(text))
+            is_host = field.field_name != "rendezvous"
+            return plain_host(text) if is_host else str(HostPort.parse(text))
         except ValueError as problem:
             raise PydanticCustomError("address", "{problem}", {"problem": str(problem)}) from None
 

@@ -54,6 +54,7 @@ from worker.refusals import (
     NotEnoughDisk,
     NotEnoughMemory,
     NotKnownYet,
+    PausedWhileWaiting,
     UserMistake,
     failing_once,
     starting_later,
@@ -407,6 +408,8 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
         return retry_with_less_memory(attempt, str(cause))
     except ToolsFail as cause:
         return paused(attempt, cause)
+    except PausedWhileWaiting:
+        return process.DRAINED
     except UserMistake as mistake:
         return failed(attempt, mistake)
     statuses = {RunOutcome.DONE: process.DONE, RunOutcome.ROLLED_BACK: process.ROLLED_BACK}

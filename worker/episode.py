@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 # final: an answer without a call. max_steps: it called tools, and was the last one that `max_episode_steps` allows.
 # tokens: an answer was cut at its limit. context: there is no room for the next one. time: the episode's time is over.
-# discarded: a tool failed.
+# discarded: a tool failed, or the user's agent.
 StopReason = Literal["final", "max_steps", "tokens", "context", "time", "discarded"]
 
 NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
@@ -34,8 +34,13 @@ class Episode:
     stop: StopReason
     trace_id: str
     problem: str = ""  # why it was discarded
+    # Of an episode that the user's agent has played, whose `messages` are those of the newest of its conversations.
+    calls: int | None = None  # of the policy, in all conversations
+    reward: float | None = None  # that the agent gave; None: the job's grader scores it
 
     @property
     def turns(self) -> int:
         """The calls of the policy."""
+        if self.calls is not None:
+            return self.calls
         return sum(message["role"] == "assistant" for message in self.messages)

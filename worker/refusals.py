@@ -45,6 +45,10 @@ class InvalidModel(Refusal):
     code = "invalid_model"
 
 
+class PausedWhileWaiting(Exception):
+    """The user has paused the job while it waited for their agent."""
+
+
 class NoChatTemplate(Refusal):
     code = "no_chat_template"
 

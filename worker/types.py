@@ -31,6 +31,7 @@ class Prompt:
     ids: tuple[int, ...]
     item: Mapping[str, Any]
     repeat: int = 0  # how often the batch of its step has the row before it, at the end of an epoch
+    ask: int = 0  # the earlier requests of the user's agent for an answer to these tokens, in its episode
 
 
 class Call(NamedTuple):

@@ -24,8 +24,9 @@ from api.http.shutdown import Shutdown
 from core.database.audit import Actor
 from core.database.engine import Database, Send, Work, unit_of_work
 from core.database.ids import is_tenant_id
-from core.database.tables import ApiKey, Project
+from core.database.tables import ApiKey, Job, Project
 from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
+from core.jobs import episode_servers
 from core.registry import Registry
 from core.reloaded import Reloaded, current
 from core.settings import Settings
@@ -92,6 +93,8 @@ ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
 
 SESSION_COOKIES = ("__Host-regraft_session", "regraft_session")  # on https, on http
 CONSOLE_HEADER = "x-regraft-console"
+# All routes for which the key of an episode is good.
+_OF_EPISODE = re.compile(r"/v1/regraft/episodes/([^/]+)/.*")
 _HOST = re.compile(r"(\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(:(?P<port>\d{1,5}))?")
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
@@ -127,6 +130,12 @@ def _caller(
     return Caller(key, project_row)
 
 
+@dataclass(frozen=True)
+class Credential:
+    token: str
+    is_session: bool = False
+
+
 async def key_owner(request: Request) -> str:
     """Authenticate a request before its body is read, and return the id of the key's project.
 
@@ -136,9 +145,37 @@ async def key_owner(request: Request) -> str:
         InvalidApiKey: as raised by every endpoint that requires a key.
     """
     credential = _credential(request, await _bearer(request), await _azures_header(request))
+    if found := _OF_EPISODE.fullmatch(request.url.path):
+        service: Service = request.app.state.service
+        return (await run_in_threadpool(_job_of_episode, service, found[1], credential)).project_id
     organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
-    _, found = await run_in_threadpool(_authenticated, request, credential, organization, project)
-    return found.id
+    _, owner = await run_in_threadpool(_authenticated, request, credential, organization, project)
+    return owner.id
+
+
+def _job_of_episode(service: Service, episode_id: str, credential: Credential) -> Job:
+    """The job of an episode. Raises InvalidApiKey: the key is not that of the episode."""
+    with service.database.read() as session:
+        job = episode_servers.of_episode(session, episode_id, credential.token)
+    if job is None:
+        raise InvalidApiKey(
+            "This is not the key of this episode. Each episode that is leased has its own key."
+        )
+    return job
+
+
+def _episode_job(
+    request: Request,
+    episode_id: str,
+    service: ServiceDep,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    azures_key: Annotated[str | None, Depends(_azures_header)],
+) -> Job:
+    return _job_of_episode(service, episode_id, _credential(request, credentials, azures_key))
+
+
+# The job of the episode that the path names, for a request with the key of this episode.
+EpisodeJob = Annotated[Job, Depends(_episode_job)]
 
 
 def session_token(request: Request) -> str:
@@ -194,12 +231,6 @@ def is_own_host(host: str, named: tuple[str, ...]) -> bool:
     except ValueError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Credential:
-    token: str
-    is_session: bool = False
 
 
 def _credential(

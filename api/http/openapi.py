@@ -15,6 +15,7 @@ REFUSALS = {
     403: "The API key lacks the required scope.",
     404: "The resource does not exist in this project.",
     405: "The eval of a job is read-only.",
+    409: "The episode is completed, or its deadline has passed.",
     410: "The stored content is damaged or missing; a retry does not help.",
     413: "The request body is too large.",
     416: "The requested range of bytes is not part of the content.",
@@ -26,6 +27,8 @@ REFUSALS = {
 
 # For the `openapi_extra` of a POST that any key may send, because it is read-only.
 FOR_ANY_KEY: dict[str, Any] = {"x-key-scope": "read"}
+# The same of a route that takes the key of an episode only.
+FOR_KEY_OF_EPISODE: dict[str, Any] = {"x-key-scope": "episode"}
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -56,12 +59,14 @@ def refusals_of(method: str, path: str, operation: dict[str, Any]) -> Iterator[i
     body = "requestBody" in operation
     if body or any(parameter["in"] != "path" for parameter in operation.get("parameters", ())):
         yield 400
+    of_episode = operation.get("x-key-scope") == FOR_KEY_OF_EPISODE["x-key-scope"]
     if "security" in operation:
         yield 401
+    if "security" in operation and not of_episode:
         yield 429
         if method != "get" and operation.get("x-key-scope") != FOR_ANY_KEY["x-key-scope"]:
             yield 403
-    if "{" in path:
+    if "{" in path and not of_episode:
         yield 404
     if body:
         yield 413

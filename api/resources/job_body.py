@@ -20,7 +20,7 @@ from pydantic_core import PydanticKnownError
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored, ResolvedReference, ResolvesGraders
 from api.resources.integrations import Integrations
-from api.resources.job_tools import EpisodeSteps, JobTools
+from api.resources.job_tools import AgentEnvironment, EpisodeSteps, JobTools
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs import budgets, methods, offline_hyperparameters
 from core.jobs.budgets import Price
@@ -28,7 +28,7 @@ from core.jobs.distillation import Distillation
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.job_files import SAME_FILE
-from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM, STEPS_PARAM
+from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM, STEPS_PARAM
 from core.jobs.tools import DEFAULT_STEPS
 from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
@@ -89,6 +89,7 @@ class Reinforcement(StrictModel):
     response_format: ResponseFormat | None = None
     tools: JobTools = None  # Azure's field, as is the next one
     max_episode_steps: EpisodeSteps | None = None
+    environment: AgentEnvironment | None = None  # extension: the user's agent plays the episodes
     _stored: ResolvedReference | None = PrivateAttr(default=None)
 
     @model_validator(mode="wrap")
@@ -134,26 +135,31 @@ class Reinforcement(StrictModel):
 
     @model_validator(mode="after")
     def _episodes_are_supported(self) -> "Reinforcement":
-        """Refuse what an episode with executed tools cannot have in this version."""
-        if self.tools is None and self.max_episode_steps is not None:
-            raise _invalid(STEPS_PARAM, "it needs 'tools'")
-        if self.tools is None:
+        """Refuse what an episode, with executed tools or of an agent, cannot have in this version."""
+        if self.tools is not None and self.environment is not None:
+            raise _invalid(
+                ENVIRONMENT_PARAM, "the job has 'tools', which an agent calls itself; leave out one"
+            )
+        if self.tools is None and self.environment is None:
+            if self.max_episode_steps is not None:
+                raise _invalid(STEPS_PARAM, "it needs 'tools' or 'environment'")
             return self
-        advanced = self.hyperparameters.advanced
+        kind, advanced = "tools" if self.environment is None else "an agent", self.hyperparameters.advanced
         if self.response_format is not None:
-            raise _invalid(FORMAT_PARAM, f"the job has tools: {NO_FORMAT}")
+            raise _invalid(FORMAT_PARAM, f"the job has {kind}: {NO_FORMAT}")
         if advanced.schedule.type == "off_policy":
             raise _invalid(
-                param_of("reinforcement", "off_policy_steps"), "a job with tools needs the schedule on_policy"
+                param_of("reinforcement", "off_policy_steps"),
+                f"a job with {kind} needs the schedule on_policy",
             )
         if advanced.supervision == "process":
             raise _invalid(
                 param_of("reinforcement", "supervision"),
-                "a job with tools is rewarded for whole episodes: 'process' is not supported",
+                f"a job with {kind} is rewarded for whole episodes: 'process' is not supported",
             )
         if any(reward_model_parts(self.grader)):
             raise _invalid(
-                GRADER_PARAM, "a reward model scores one answer, and a job with tools has episodes"
+                GRADER_PARAM, f"a reward model scores one answer, and a job with {kind} has episodes"
             )
         return self
 
@@ -389,6 +395,9 @@ class JobCreate(Body):
             body["shadow_grader"] = dump(asked.shadow_grader)
         if asked.tools is not None:
             body["tools"] = [tool.to_row() for tool in asked.tools]
+        if asked.environment is not None:
+            body["environment"] = asked.environment.model_dump(mode="json")
+        if asked.tools is not None or asked.environment is not None:
             body["max_episode_steps"] = asked.max_episode_steps or DEFAULT_STEPS
         stored = asked.stored_grader()
         return body if stored is None else body | {STORED_GRADER: stored}

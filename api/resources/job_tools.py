@@ -1,7 +1,7 @@
-"""`method.reinforcement.tools` of a job, as Azure has it, and the checks of a job that has some."""
+"""`method.reinforcement.tools` of a job, as Azure has it, its `environment`, and the checks of a job with either."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -11,7 +11,7 @@ from core.errors import InvalidParameter, InvalidRequest
 from core.jobs.params import TOOLS_PARAM
 from core.jobs.tools import MAX_STEPS
 from core.storage.message_rows import MAX_TOOLS
-from core.strict import StrictModel
+from core.strict import StrictModel, only
 from graders.endpoint import Endpoints, checked_headers, checked_url, url_problem
 from graders.spec import MAX_HEADERS
 
@@ -35,6 +35,21 @@ class HttpToolSpec(StrictModel):
 
     def to_row(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_none=True)
+
+
+MAX_LEASE_S = 86_400
+
+
+class AgentEnvironment(StrictModel):
+    """The user's own agent plays the episodes (docs/howto/agents.md)."""
+
+    type: Annotated[Literal["client"], only("client")]
+    timeout_s: Annotated[
+        int,
+        Field(
+            ge=1, le=MAX_LEASE_S, description="In which the agent completes an episode, from its lease on."
+        ),
+    ] = 1800
 
 
 def _distinct(tools: list[HttpToolSpec]) -> list[HttpToolSpec]:

@@ -39,7 +39,7 @@ from core.errors import InvalidRequest, NotReady, ServiceError
 from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
-from core.jobs.params import FORMAT_PARAM, TOOLS_PARAM
+from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM, TOOLS_PARAM
 from core.masking import hide_in_method
 from core.model_templates import files_of
 from core.outages import Resource
@@ -318,6 +318,9 @@ def _refuse_tools(
 
     A preview samples one answer to a row, so it does not have the episodes of a job with tools either.
     """
+    if body.reinforcement(PREVIEW).environment is not None:
+        message = "Previews do not wait for an agent. Leave 'environment' and 'max_episode_steps' out."
+        raise InvalidRequest(message, param=ENVIRONMENT_PARAM)
     if body.reinforcement(PREVIEW).tools is not None:
         message = "Previews do not execute tools in this version. Leave 'tools' and 'max_episode_steps' out."
         raise InvalidRequest(message, param=TOOLS_PARAM)

@@ -355,6 +355,18 @@ class Attempt(Table):
     resumed_from: Mapped[int | None] = mapped_column(Integer, default=None)  # the step of that checkpoint
 
 
+class EpisodeServer(Table):
+    """The address at which the run of a job answers the user's agent (core/jobs/episode_servers.py)."""
+
+    __tablename__ = "episode_servers"
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    secret: Mapped[str] = mapped_column(
+        String(64)
+    )  # between API and run; the keys of episodes follow from it
+    epoch: Mapped[int] = mapped_column(Integer)  # of the run
+    url: Mapped[str] = mapped_column(String(512))  # "": it does not sample now
+
+
 class Event(Table):
     __tablename__ = "events"
     __table_args__ = (Index(None, "job_id", "seq"),)

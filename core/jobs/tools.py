@@ -1,4 +1,4 @@
-"""Tools that answers call during training: the part of a job's body, and the functions that its rows have."""
+"""Episodes of a job: the tools that answers call, or the user's own agent; and the functions that its rows have."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +14,18 @@ def names_of(body: Mapping[str, Any]) -> list[str]:
     return [tool["name"] for tool in body.get("tools") or ()]
 
 
+def is_played_by_agent(body: Mapping[str, Any]) -> bool:
+    """Whether the user's own agent plays the episodes of the job."""
+    return body.get("environment") is not None
+
+
+def has_episodes(body: Mapping[str, Any]) -> bool:
+    return bool(names_of(body)) or is_played_by_agent(body)
+
+
 def steps_of(body: Mapping[str, Any]) -> int:
     """`max_episode_steps` of a job: the calls of the policy in an episode."""
-    return int(body.get("max_episode_steps") or DEFAULT_STEPS) if names_of(body) else 1
+    return int(body.get("max_episode_steps") or DEFAULT_STEPS) if has_episodes(body) else 1
 
 
 Functions = Sequence[tuple[int, Sequence[Mapping[str, Any]]]]

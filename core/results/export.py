@@ -214,7 +214,7 @@ def _recipe(
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""
     method = {"hyperparameters": job.body["hyperparameters"]}
-    kept = ("mode", "teacher", "grader", "shadow_grader", "tools", "max_episode_steps")
+    kept = ("mode", "teacher", "grader", "shadow_grader", "tools", "environment", "max_episode_steps")
     method |= hide_in_method({name: job.body[name] for name in kept if name in job.body})
     if job.body.get("response_format"):
         method["response_format"] = job.body["response_format"]

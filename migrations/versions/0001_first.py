@@ -48,6 +48,15 @@ def upgrade() -> None:
     op.create_index("ix_checkpoints_job_id_seq", "checkpoints", ["job_id", "seq"])
 
     op.create_table(
+        "episode_servers",
+        sa.Column("job_id", sa.String(length=64), nullable=False),
+        sa.Column("secret", sa.String(length=64), nullable=False),
+        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("url", sa.String(length=512), nullable=False),
+        sa.PrimaryKeyConstraint("job_id", name="pk_episode_servers"),
+    )
+
+    op.create_table(
         "eval_journal",
         sa.Column("run_id", sa.String(length=64), nullable=False),
         sa.Column("line", sa.Integer(), nullable=False),
@@ -704,5 +713,6 @@ def downgrade() -> None:
     op.drop_table("events")
     op.drop_table("eval_pages")
     op.drop_table("eval_journal")
+    op.drop_table("episode_servers")
     op.drop_table("checkpoints")
     op.drop_table("audit_entries")

@@ -91,8 +91,8 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.
 
 
 def __getattr__(name: str) -> Any:
-    if name == "types":  # a module of this package, as `openai.types` is
-        return import_module("regraft.types")
+    if name in ("agents", "types"):  # modules of this package, as `openai.types` is
+        return import_module(f"regraft.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'regraft' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

@@ -23,7 +23,7 @@ from regraft._rules.masking import masked_path
 
 FILES = ("training_file", "validation_file")
 GRADERS = ("grader", "shadow_grader")
-OF_THE_METHOD = (*GRADERS, "hyperparameters", "response_format", "tools", "max_episode_steps")
+OF_THE_METHOD = (*GRADERS, "hyperparameters", "response_format", "tools", "environment", "max_episode_steps")
 PATHS = [["training_file"], ["validation_file"], *([name] for name in GRADERS)]
 MAX_PROBLEMS = 20  # lines of an error
 STORED = "stored:"  # before the name of a stored grader, in place of a file

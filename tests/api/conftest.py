@@ -28,6 +28,8 @@ MODELS = {
     "tiny": BaseModelEntry(hub="regraft/tiny"),
     "org/large": BaseModelEntry(hub="org/large", gpu_class="h200"),
 }
+# Routes that take the key of an episode only, which tests/api/test_episodes.py tries.
+OF_EPISODES = "/v1/regraft/episodes/"
 ALIASES = {"o4-mini-2025-04-16": "tiny"}
 
 

@@ -188,9 +188,15 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate": ({"grace_hours": 1}, {}),
     "/v1/regraft/session": ({"login_token": "t"}, {}),
+    "/v1/regraft/jobs/{job_id}/episodes/lease": ({"max": 1, "wait_s": 0}, {}),
+    "/v1/regraft/episodes/{episode_id}/v1/chat/completions": ({"model": "tiny", "messages": MESSAGES}, {}),
+    "/v1/regraft/episodes/{episode_id}/complete": ({"status": "ready", "reward": 1}, {}),
 }
-# Whose example is refused here, without an inference server, a browser, or an endpoint on the internet.
+# Whose example is refused here, without an inference server, a browser, an agent, or an endpoint on the internet.
 REFUSED = {
+    "/v1/regraft/jobs/{job_id}/episodes/lease",
+    "/v1/regraft/episodes/{episode_id}/v1/chat/completions",
+    "/v1/regraft/episodes/{episode_id}/complete",
     "/v1/uploads/{upload_id}/complete",
     "/v1/regraft/previews",
     "/v1/chat/completions",
@@ -298,6 +304,7 @@ def furnished(
             "part_id": "part_x",
             "rollout_id": "rollout_2_t_0_0",
             "output_item_id": "o",
+            "episode_id": "episode_ftjob-x_1_1",
         },
     )
     walk.known["file_id"] = walk.upload("train.jsonl", ROWS).json()["id"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from core.tool_parsers import known_tool_parser
-from tests.families.templates import HEADER, turn_tokenizer
+from tests.families.templates import CHATML, HEADER, turn_tokenizer
 from tests.thinking import thinking_tokenizer
 from worker.model.policy import render
-from worker.model.suffixes import NoSuffix, TemplateSuffixes
+from worker.model.suffixes import NoSuffix, TemplateConversations, TemplateSuffixes
 from worker.types import Rollout
 
 # In the manner of Qwen's: results that follow each other are one turn of the user.
@@ -145,3 +145,33 @@ def test_the_fewest_tokens_of_results_are_known_without_their_tokens() -> None:
     fewest = found.fewest(said)
 
     assert 0 < fewest < len(found.after(answer, message("sum"), said, []))
+
+
+def conversations(template: str) -> TemplateConversations:
+    tokenizer = turn_tokenizer(template)
+    return TemplateConversations.of(tokenizer, frozenset({tokenizer.convert_tokens_to_ids("<|im_end|>")}))
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML], ids=["with tools", "without tools"])
+def test_a_question_of_the_user_continues_behind_an_answer_too(template: str) -> None:
+    found = conversations(template)
+    question, said, more = (
+        {"role": role, "content": text}
+        for role, text in (("user", "?"), ("assistant", "well"), ("user", "why"))
+    )
+
+    behind = found.behind(said, [more], [])
+
+    asked, ended = (
+        found.conversation([question], []),
+        render(found.tokenizer, [question, said], generation_prompt=False),
+    )
+    answer = ended[len(asked) : -1]  # a newline is behind the stop
+    assert behind is not None
+    assert (*asked, *answer, *behind) == found.conversation([question, said, more], [])
+
+
+def test_a_thought_that_a_question_of_the_user_drops_is_no_continuation() -> None:
+    found = conversations(THINKING.replace("(loop.last or m.reasoning_content)", "loop.last"))
+
+    assert found.behind(message(), [{"role": "user", "content": "why"}], []) is None

@@ -156,7 +156,9 @@ def test_a_grader_of_episodes_needs_a_job_with_tools(
 
     job, _ = validate([GOOD | TOOLS], grader=grader)
 
-    assert job.error["message"].endswith("reads sample.stop, which is null in a job without 'tools'.")
+    assert job.error["message"].endswith(
+        "reads sample.stop, which is null in a job without 'tools' or 'environment'."
+    )
 
 
 def test_replies_to_rows_with_tools_warn_of_nothing_because_the_right_calls_are_not_known(

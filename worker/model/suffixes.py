@@ -52,7 +52,7 @@ def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 def _calling(answer: Message, calls: Sequence[Mapping[str, Any]]) -> Message:
     """An assistant's message with these calls, with other arguments: no template shows them in a result."""
     short = [{**call, "function": {"name": call["function"]["name"], "arguments": "{}"}} for call in calls]
-    return {"role": "assistant", **answer, "tool_calls": short}
+    return {"role": "assistant", **answer, **({"tool_calls": short} if short else {})}
 
 
 def _example(number: int) -> tuple[list[Mapping[str, Any]], list[Message]]:
@@ -119,6 +119,33 @@ class TemplateSuffixes:
         # A normalizer may write three characters as one (the parts of a syllable of Hangul).
         return 0 if longest is None else characters // (3 * longest)
 
+    def behind(
+        self,
+        message: Message,
+        further: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> tuple[int, ...]:
+        """The tokens behind an answer that ends with a stop token, up to the next answer.
+
+        Args:
+            message: the answer as a message, with its calls.
+            further: the messages after it, of any role.
+
+        Raises:
+            NoSuffix, ChatTemplateFailed: the template does not continue behind this answer with these messages, as one
+                that drops a thought when a question of the user follows it.
+        """
+        calls = message.get("tool_calls") or ()
+        suffix = self._difference(self.answer, calls, further, tools)
+        if suffix != self._difference(self._other, calls, further, tools):
+            raise NoSuffix("what follows an answer depends on the answer")
+        return suffix
+
+    @property
+    def _other(self) -> Message:
+        """Another answer of the same form."""
+        return {name: text.replace("a", "other words") for name, text in self.answer.items()}
+
     def _takes(self, calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> bool:
         """Whether the template takes these calls. Raises NoSuffix as `_check` does."""
         try:
@@ -129,9 +156,8 @@ class TemplateSuffixes:
 
     def _check(self, calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> None:
         """Raise NoSuffix unless the suffix is the same behind another answer, and shows the results."""
-        other = {name: text.replace("a", "other words") for name, text in self.answer.items()}
         suffix = self._difference(self.answer, calls, results, _TOOLS)
-        if suffix != self._difference(other, calls, results, _TOOLS):
+        if suffix != self._difference(self._other, calls, results, _TOOLS):
             raise NoSuffix("what follows an answer depends on the answer")
         if "42" not in self.tokenizer.decode(suffix):
             raise NoSuffix("it does not show results of tools")
@@ -154,3 +180,37 @@ class TemplateSuffixes:
         if longer[:end] != ended[:end]:
             raise NoSuffix("an answer is written in another way when results of tools follow it")
         return tuple(longer[end:])
+
+
+@dataclass(frozen=True)
+class TemplateConversations:
+    """The tokens of conversations that the user's agent sends. Implements worker.rollout.agent_episodes.Rendering."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    stop_ids: frozenset[int]
+    takes_several: bool  # as in TemplateSuffixes
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", stop_ids: frozenset[int]) -> "TemplateConversations":
+        try:
+            takes_several = TemplateSuffixes.of(tokenizer, stop_ids).takes_several
+        except NoSuffix:  # it has no tools, or never continues behind an answer
+            takes_several = True
+        return cls(tokenizer, stop_ids, takes_several)
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
+        """A conversation, up to its next answer. Raises ChatTemplateFailed: the template rejects it."""
+        return tuple(render(self.tokenizer, messages, tools=tools))
+
+    def behind(
+        self, message: Message, further: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...] | None:
+        """As TemplateSuffixes.behind, with any answer with which the template is exact; None: there is none."""
+        for answer in _THOUGHTS:
+            try:
+                return TemplateSuffixes(self.tokenizer, self.stop_ids, answer).behind(message, further, tools)
+            except (NoSuffix, ChatTemplateFailed):
+                continue
+        return None

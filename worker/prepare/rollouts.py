@@ -52,7 +52,7 @@ def rollout_experience(
     trainer = coordinated(trainer, sampler, plan.run_memory, continues=task.settings.continue_in_flight)
     if task.episodes is not None:
         assert isinstance(sampler, TransformersSampler | VllmSampler), "they sample turns"
-        sampler = sampler_of_episodes(plan, task, start.policy, sampler)
+        sampler = sampler_of_episodes(plan, task, start.policy, sampler, recorder)
     return RolloutExperience(
         settings=task.settings,
         seed=plan.job.seed,

@@ -1,7 +1,7 @@
 """The prompts of a job, and the hyperparameters that it trains with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -106,17 +106,19 @@ def prepare_task(
 
 
 def episode_limits(job: Job, context: int, prompt: int, completion: int) -> EpisodeLimits | None:
-    """The limits of the job's episodes; None: it has no tools.
+    """The limits of the job's episodes; None: it has neither tools nor an agent.
 
     Args:
         context: of the model, in tokens.
         prompt: tokens of the longest prompt.
         completion: tokens of the longest answer of a call.
     """
-    if not job_tools.names_of(job.body):
+    if not job_tools.has_episodes(job.body):
         return None
     calls = job_tools.steps_of(job.body)
-    return EpisodeLimits(calls, context_of(context, prompt, completion, calls))
+    limits = EpisodeLimits(calls, context_of(context, prompt, completion, calls))
+    environment = job.body.get("environment")
+    return limits if environment is None else replace(limits, seconds=environment["timeout_s"])
 
 
 def tool_parser_for(job: Job, rows: Rows, base: BaseModel, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -23,7 +23,7 @@ MAX_CALLS = 32  # of one answer, each of which may have a result of a megabyte
 TOO_MANY_CALLS = f"not executed: an answer may have at most {MAX_CALLS} calls"
 CALL_LEFT = "another call of the answer failed before this one had ended"
 # These stops ended an episode that was not finished.
-_TRUNCATED = frozenset({"max_steps", "tokens", "context", "time"})
+TRUNCATED = frozenset({"max_steps", "tokens", "context", "time"})
 
 Message = Mapping[str, Any]
 ReadCalls = Callable[[Rollout, Mapping[str, Any]], Rollout]
@@ -128,7 +128,7 @@ class _Run:
         except ToolFailed as failed:
             stop, problem = "discarded", str(failed)
         episode = Episode(tuple(self.messages), tuple(self.uses), stop, self.trace, problem)
-        rollout = Rollout.of_nodes(self.nodes, is_truncated=stop in _TRUNCATED)
+        rollout = Rollout.of_nodes(self.nodes, is_truncated=stop in TRUNCATED)
         return replace(rollout, episode=episode)
 
     async def _turns(self, limit: asyncio.Timeout) -> StopReason:
@@ -168,7 +168,7 @@ class _Run:
         parent = len(self.nodes) - 1 if self.nodes else None
         self.nodes.append(Node(parent, self.context, answer))
         self.ids, self.context = before + answer.output_ids_T, ()
-        self.messages.append(_message(answer))
+        self.messages.append(message_of(answer))
         return answer
 
     def _parsed(self, answer: Rollout) -> Rollout:
@@ -249,7 +249,8 @@ def _use_of(call: Mapping[str, Any], task: asyncio.Task[ToolResult]) -> ToolUse:
     return ToolUse(call, result.output, result.error, result.seconds)
 
 
-def _message(answer: Rollout) -> Message:
+def message_of(answer: Rollout) -> Message:
+    """An answer of one call in OpenAI's format."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning

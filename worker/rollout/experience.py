@@ -499,6 +499,8 @@ class Rewards:
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
         if rollout.episode is not None and rollout.is_discarded:
             return Grade(None, f"the episode was discarded: {rollout.episode.problem}", ErrorKind.other_error)
+        if rollout.episode is not None and rollout.episode.reward is not None:
+            return Grade(rollout.episode.reward)
         async with self._slots:
             sample = sample_of(rollout, parse_json=self.parse_json, model_scores=of_models)
             return await grade_one(self.grader, sample, prompt.item)

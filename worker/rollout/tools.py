@@ -96,9 +96,11 @@ class ToolFailed(Exception):
 class ToolsFail(Exception):
     """Most of the newest calls of a tool failed, or most episodes were discarded, so the job pauses."""
 
-    def __init__(self, what: str, failures: Sequence[str], data: Mapping[str, Any]) -> None:
+    def __init__(
+        self, what: str, failures: Sequence[str], data: Mapping[str, Any], repair: str = "the tool"
+    ) -> None:
         super().__init__(
-            f"{what}, the last one with: {failures[-1]}. Repair the tool and resume the job, which repeats the "
+            f"{what}, the last one with: {failures[-1]}. Repair {repair} and resume the job, which repeats the "
             "unfinished step."
         )
         self.data: dict[str, Any] = {**data, "failed": len(failures), "reasons": list(failures[-8:])}
@@ -116,6 +118,12 @@ class ToolsFail(Exception):
         """
         what = f"{len(failures)} of {episodes} episodes were discarded because a tool failed"
         return cls(what, failures, {"episodes": episodes})
+
+    @classmethod
+    def of_agent(cls, episodes: int, failures: Sequence[str]) -> "ToolsFail":
+        """As `of_episodes`, of episodes that the user's agent has played."""
+        what = f"{len(failures)} of {episodes} episodes were discarded because the agent failed"
+        return cls(what, failures, {"episodes": episodes}, "the agent")
 
 
 class Tools(Protocol):

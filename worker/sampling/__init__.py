@@ -38,7 +38,8 @@ class Sampling:
 
     def turn_seed(self, prompt: Prompt, member: int) -> int:
         """Return the seed of one turn, which depends on the tokens before it too."""
-        return _seed(f"{self._key(prompt, member)}/{prompt.ids}")
+        ask = f"/ask-{prompt.ask}" if prompt.ask else ""
+        return _seed(f"{self._key(prompt, member)}/{prompt.ids}{ask}")
 
     def _key(self, prompt: Prompt, member: int) -> str:
         repeat = f"/repeat-{prompt.repeat}" if prompt.repeat else ""

@@ -21,7 +21,7 @@ from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM
-from core.jobs.tools import names_of, tools_mismatch
+from core.jobs.tools import has_episodes, is_played_by_agent, names_of, tools_mismatch
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
@@ -310,10 +310,12 @@ def _refuse_tools(
 
 def _refuse_reads(job: Job, spec: GraderSpec, param: str, rows: Sequence[Example]) -> None:
     """Raise UserMistake for a grader that reads what the job's answers never have."""
-    if not names_of(job.body) and (read := reads_sample(spec, param, EPISODE_FIELDS)) is not None:
+    if not has_episodes(job.body) and (read := reads_sample(spec, param, EPISODE_FIELDS)) is not None:
         where, name = read
-        message = f"'{where}' reads sample.{name}, which is null in a job without 'tools'."
+        message = f"'{where}' reads sample.{name}, which is null in a job without 'tools' or 'environment'."
         raise UserMistake("invalid_grader", message, where)
+    if is_played_by_agent(job.body):
+        return  # the agent has its own tools
     if (read := reads_sample(spec, param, ("output_tools",))) and not any(row.tools for row in rows):
         where, name = read
         message = f"'{where}' reads sample.{name}, and no row of the training file has tools."

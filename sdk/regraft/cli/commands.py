@@ -16,7 +16,7 @@ import openai
 
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
-from regraft.cli import evals, files, graders, jobs, models, pipelines, results, service
+from regraft.cli import agents, evals, files, graders, jobs, models, pipelines, results, service
 from regraft.cli.output import answer, page_of, plain, say, table, when
 from regraft.cli.shared import AUTH, BY_STATUS, DONE, INTERRUPTED, NO, UNREACHABLE, USAGE, Refused, connect
 from regraft.cli.table import Command
@@ -140,7 +140,7 @@ def function_of(command: Command) -> Callable[[argparse.Namespace], int]:
     """The function that runs a command of the table."""
     if command.columns or command.text:
         return partial(_listed if command.columns else _called, command)
-    homes = (sys.modules[__name__], evals, files, graders, jobs, models, pipelines, results, service)
+    homes = (sys.modules[__name__], agents, evals, files, graders, jobs, models, pipelines, results, service)
     found: Callable[[argparse.Namespace], int] = next(
         getattr(home, command.run) for home in homes if hasattr(home, command.run)
     )

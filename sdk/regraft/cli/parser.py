@@ -570,6 +570,19 @@ EVALS = Group(
     Command("import", "create the evals of an export, with their runs", arg("folder", "DIR")),
 )
 
+AGENTS = Group(
+    "agents",
+    "play the episodes of a job with your own agent",
+    Command(
+        "run",
+        "play episodes with a function until the job ends",
+        "job_id",
+        arg("function", "MODULE:FUNCTION", "plays one episode and returns its reward, or None"),
+        arg("--concurrency", "N", "episodes at once", default=32),
+        example="regraft agents run ftjob-abc my_agent:play",
+    ),
+)
+
 PIPELINES = Group(
     "pipelines",
     "run stages of jobs and files, each on the results of others",
@@ -626,7 +639,7 @@ MIGRATE = Command(
 )
 
 TABLE = (
-    LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE, WORKERS,
+    LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE, WORKERS,
     REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE,
 )  # fmt: skip
 

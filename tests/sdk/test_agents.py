@@ -1,0 +1,136 @@
+"""regraft.agents: episodes are leased, played by a function, and completed; nothing is lost when the function fails."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regraft
+from fastapi import FastAPI, Request
+from regraft.agents import Agent, Episode, Played
+from regraft.cli.agents import function_of
+from regraft.cli.shared import Refused
+from starlette.responses import JSONResponse, Response
+
+from tests.api.test_chat import served
+
+LEASED = {
+    "api_key": "episode-key", "item": {"digit": "7"}, "messages": [], "tools": [], "split": "train", "trace_id": "t",
+    "deadline": 9,
+}  # fmt: skip
+
+
+class Service:
+    """Leases each of its answers in turn, and then its job has succeeded."""
+
+    def __init__(self) -> None:
+        self.leases: list[Any] = []
+        self.completed: dict[str, tuple[str, Any]] = {}  # key and body by id
+        self.is_over = False  # every completion gets 409
+        self.app = FastAPI()
+
+        @self.app.post("/v1/regraft/jobs/{job}/episodes/lease")
+        async def lease(job: str, request: Request) -> Response:
+            if not self.leases:
+                return JSONResponse({"data": [], "job_status": "succeeded"})
+            found = self.leases.pop(0)
+            if found is None:
+                return JSONResponse({"error": {"message": "later", "code": "not_ready"}}, 503)
+            return JSONResponse({"data": [LEASED | {"id": id} for id in found], "job_status": "running"})
+
+        @self.app.post("/v1/regraft/episodes/{id}/complete")
+        async def complete(id: str, request: Request) -> Response:
+            self.completed[id] = request.headers["authorization"], json.loads(await request.body())
+            error = {"error": {"message": "over", "code": "episode_over"}}
+            return JSONResponse(error, 409) if self.is_over else JSONResponse({"id": id})
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def play(service: Service) -> Iterator[Callable[[Agent], Played]]:
+    for url in served(service.app):
+        yield partial(played, url)
+
+
+def played(url: str, function: Agent) -> Played:
+    client = regraft.Regraft(base_url=f"{url}/v1", api_key="k", max_retries=0)
+    return regraft.agents.run("job", function, 2, client=client, pause=lambda seconds: None)
+
+
+def test_each_episode_is_completed_with_its_reward_and_its_key(
+    service: Service, play: Callable[[Agent], Played]
+) -> None:
+    service.leases = [["a", "b"], [], None, ["c"]]
+
+    done = play(lambda episode: float(episode.item["digit"]))
+
+    assert done == Played(3, 0, "succeeded")
+    ready = {"status": "ready", "reward": 7.0}
+    assert service.completed == dict.fromkeys("abc", ("Bearer episode-key", ready))
+
+
+def test_a_coroutine_function_plays_too_and_none_leaves_the_reward_to_the_grader(
+    service: Service, play: Callable[[Agent], Played]
+) -> None:
+    service.leases = [["a"]]
+
+    async def agent(episode: Episode) -> None:
+        await asyncio.sleep(0)
+        assert episode.base_url.endswith("/v1/regraft/episodes/a/v1")
+        assert episode.async_openai().api_key == "episode-key"
+
+    play(agent)
+
+    assert service.completed["a"][1] == {"status": "ready", "reward": None}
+
+
+def test_an_agent_that_fails_gives_its_episode_back_and_goes_on(
+    service: Service, play: Callable[[Agent], Played]
+) -> None:
+    service.leases = [["a"], ["b"]]
+
+    def agent(episode: Episode) -> float:
+        return 1.0 if episode.id == "b" else 1 / 0
+
+    assert play(agent) == Played(1, 1, "succeeded")
+    assert service.completed["a"][1] == {"status": "failed"}
+
+
+def test_an_episode_that_is_over_is_no_error_of_the_agent(
+    service: Service, play: Callable[[Agent], Played]
+) -> None:
+    service.leases, service.is_over = [["a"]], True
+
+    assert play(lambda episode: 1.0) == Played(1, 0, "succeeded")
+
+
+def test_the_key_of_an_episode_is_not_printed() -> None:
+    episode = Episode("id", "url", "secret", {}, [], [], "train", "trace", 9)
+
+    assert "secret" not in repr(episode)
+
+
+def test_the_command_line_finds_a_function_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_agent_of_a_test.py").write_text("def play(episode):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # which the command does for the working directory, for good
+
+    episode = Episode("id", "url", "key", {}, [], [], "train", "trace", 9)
+
+    assert function_of("my_agent_of_a_test:play")(episode) == 0.5
+    for wrong, why in {
+        "play": "is not MODULE",
+        "no_module_here:play": "cannot be imported",
+        "os:absent": "no function",
+    }.items():
+        with pytest.raises(Refused, match=why):
+            function_of(wrong)

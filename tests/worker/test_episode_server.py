@@ -1,0 +1,77 @@
+"""The HTTP server of a run whose episodes an agent plays."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+
+from core.settings import Settings
+from tests.worker.test_agent_episodes import ROW, Counted, game
+from worker.rollout.agent_episodes import Board
+from worker.rollout.episode_server import listener, served, url_of
+from worker.types import Rollout
+
+ASKED = {
+    "messages": [{"role": "user", "content": "?"}], "tools": [], "parallel": True, "key": "", "is_retry": False,
+    "sampling": {},
+}  # fmt: skip
+
+
+def with_server(talk: Callable[[httpx.AsyncClient, "asyncio.Task[Rollout]"], Awaitable[None]]) -> None:
+    """Talk with the server of a board that has one episode."""
+
+    async def run() -> None:
+        board = Board(game(Counted()), lambda: "episode", 60)
+        listening = listener("127.0.0.1")
+        url = url_of(listening)
+        playing = asyncio.create_task(board.play(ROW, 0, "trace"))
+        headers = {"authorization": "Bearer between us"}
+        async with (
+            served(board, listening, "between us", Settings()),
+            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client,
+        ):
+            await talk(client, playing)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_episode_is_leased_played_and_completed_over_http() -> None:
+    async def talk(client: httpx.AsyncClient, playing: "asyncio.Task[Rollout]") -> None:
+        [leased] = (await client.post("/lease", json={"max": 4, "wait_s": 1})).json()["data"]
+        assert (leased["id"], leased["split"], leased["item"]) == ("episode", "train", dict(ROW.item))
+        answer = (await client.post("/episodes/episode/chat", json=ASKED)).json()
+        assert answer["choices"][0]["message"]["content"] == "a0"
+        completed = await client.post("/episodes/episode/complete", json={"status": "ready", "reward": 0.5})
+        assert completed.status_code == 200
+        rollout = await playing
+        assert rollout.episode is not None
+        assert rollout.episode.reward == 0.5
+        over = await client.post("/episodes/episode/chat", json=ASKED)
+        assert (over.status_code, over.json()["error"]["code"]) == (409, "episode_over")
+
+    with_server(talk)
+
+
+def test_only_the_api_has_the_secret_of_the_run() -> None:
+    async def talk(client: httpx.AsyncClient, playing: "asyncio.Task[Rollout]") -> None:
+        for headers in ({"authorization": "Bearer another"}, {"authorization": ""}):
+            answer = await client.post("/lease", json={"max": 1, "wait_s": 0}, headers=headers)
+            assert answer.status_code == 401
+
+    with_server(talk)
+
+
+def test_a_request_that_waits_for_an_episode_does_not_hold_up_the_end_of_a_step() -> None:
+    waiting: list[Any] = []
+
+    async def talk(client: httpx.AsyncClient, playing: "asyncio.Task[Rollout]") -> None:
+        await client.post("/lease", json={"max": 1, "wait_s": 0})
+        waiting.append(asyncio.create_task(client.post("/lease", json={"max": 1, "wait_s": 60})))
+        await client.post("/lease", json={"max": 1, "wait_s": 0})
+
+    with_server(talk)
+
+    assert waiting
