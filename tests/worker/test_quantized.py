@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
@@ -202,8 +203,7 @@ def test_experts_that_are_packed_are_refused(tmp_path: Path) -> None:
 
 
 def test_act_order_changes_nothing_where_a_row_has_one_scale() -> None:
-    config = SimpleNamespace(quantization_config=GPTQ | {"desc_act": True, "group_size": -1})
-    config.get_text_config = lambda: config
+    config = PretrainedConfig(quantization_config=GPTQ | {"desc_act": True, "group_size": -1})
 
     assert quantized.format_of(config) == "gptq W4A16"
 
