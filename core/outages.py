@@ -154,7 +154,8 @@ _FULL = frozenset(
     {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "EntityTooLargeForQuota", "507"}
 )
 # Codes about one object or one request. All others are about the bucket, its settings or its region, the credentials
-# or the load, and an operator or time repairs them.
+# or the load, and an operator or time repairs them; NoSuchUpload is of an upload that the store lost, and of which
+# another try begins a new one.
 _ABOUT_THE_OBJECT = frozenset(
     {
         "404",
@@ -167,7 +168,6 @@ _ABOUT_THE_OBJECT = frozenset(
         "KeyTooLongError",
         "MetadataTooLarge",
         "NoSuchKey",
-        "NoSuchUpload",
         "PreconditionFailed",
     }
 )
