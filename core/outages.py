@@ -1,8 +1,9 @@
 """Decide whether an error is temporary (an outage), or would occur again in another try (a mistake).
 
-Every part of the service asks `outage` before it retries, waits, answers 503 or counts a failure. The tables are here
-and nowhere else: SQLSTATEs of PostgreSQL, messages of SQLite, error codes of S3, and error numbers of the system. What
-an operator can repair while work waits counts as an outage, such as rejected credentials or a missing bucket.
+Work that retries, waits, answers 503 or counts a failure asks `outage`. Loops that only repeat a statement, such as a
+heartbeat, repeat it after any error of the database. The tables are here and nowhere else: SQLSTATEs of PostgreSQL,
+messages of SQLite, error codes of S3, and error numbers of the system; rights of a folder are in core/storage/store.py.
+What an operator can repair while work waits counts as an outage, such as rejected credentials or a missing bucket.
 """
 
 import errno

@@ -1,5 +1,6 @@
 """Audits of graders, on rows of a training file."""
 
+import errno
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -89,6 +90,28 @@ def audited(web: httpx.Client, **asked: Any) -> dict[str, Any]:
     made = ended(web, created(web, **asked))
     assert made["status"] == "completed", made
     return made
+
+
+class WithoutDescriptors(Backends):
+    """Has no free file descriptor when it opens its first grader."""
+
+    opened = 0
+
+    def open(self, *arguments: Any, **more: Any) -> Any:
+        self.opened += 1
+        if self.opened == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().open(*arguments, **more)
+
+
+def test_an_audit_that_cannot_grade_for_want_of_descriptors_grades_later(house: House, file: str) -> None:
+    backends = WithoutDescriptors({})
+
+    for web in opened(house, backends):
+        made = audited(web, grader=CONTAINS, training_file=file)
+
+    assert made["progress"]["graded"] == made["progress"]["of"]
+    assert backends.opened > 1
 
 
 def test_an_audit_is_stored_with_its_report(web: httpx.Client, file: str) -> None:
