@@ -323,10 +323,7 @@ class TemplateChoice(Value):
     @model_validator(mode="after")
     def _reads_its_arguments(self) -> Self:
         if self.chat_template != "auto":
-            try:
-                chat_templates.check_arguments(self.chat_template, self.chat_template_kwargs)
-            except ValueError as cause:
-                raise ValueError(f"chat_template_kwargs: {cause}") from None
+            chat_templates.check_arguments(self.chat_template, self.chat_template_kwargs)
         return self
 
 

@@ -259,7 +259,8 @@ def first_rows(head: bytes) -> list[dict[str, Any]]:
             ]
         except csv.Error:
             return []
-    decoder, at, rows = json.JSONDecoder(), 0, []
+    rows: list[dict[str, Any]] = []
+    decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
         try:
             row, at = decoder.raw_decode(text, start.end() - 1)

@@ -843,7 +843,7 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-# What a folder says of missing rights, an immutable file, and a mount or a file that another program holds.
+# Errors of missing rights, of an immutable file, and of a mount or a file that another program holds.
 _NO_RIGHTS = {errno.EACCES, errno.EPERM, errno.EBUSY}
 
 

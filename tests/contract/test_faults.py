@@ -173,7 +173,7 @@ FOLDER_MODES = {
     "no rights": (".", 0o000),
     "no right to write": ("tmp", 0o500),
     "no right to put": ("objects", 0o500),
-    "no right to list": ("objects", 0o300),
+    "no right to list": ("objects/old", 0o300),
     "no right to get": ("objects/old/a", 0o000),
     "no rights to the objects": ("objects", 0o000),
 }
@@ -203,7 +203,7 @@ def test_missing_rights_to_a_folder_are_waited_for(folder: Path, mode: str) -> N
     (folder / path).chmod(rights)
     fault = Fault(lambda: (folder / path).chmod(usual))
 
-    fault.retry()(lambda: (used(store), store.read("old/a")))
+    fault.retry()(lambda: (used(store), list(store.list("old/")), store.read("old/a")))
 
     assert fault.waits == 3
 
