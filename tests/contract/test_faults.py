@@ -203,7 +203,12 @@ def test_missing_rights_to_a_folder_are_waited_for(folder: Path, mode: str) -> N
     (folder / path).chmod(rights)
     fault = Fault(lambda: (folder / path).chmod(usual))
 
-    fault.retry()(lambda: (used(store), list(store.list("old/")), store.read("old/a")))
+    def use() -> None:
+        used(store)
+        assert list(store.list("old/")) == ["old/a"]
+        assert store.read("old/a") == b"old"
+
+    fault.retry()(use)
 
     assert fault.waits == 3
 
