@@ -1,6 +1,5 @@
 """Audits of graders, on rows of a training file."""
 
-import errno
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from graders.backends import Backends
 from graders.judge.judges import JudgeModel
 from tests.api.conftest import House
 from tests.api.test_chat import served
+from tests.api.test_previews import WithoutDescriptors
 from tests.graders.servers import serving, verdict
 
 AUDIT, AUDITS = "/regraft/graders/audit", "/regraft/grader_audits"
@@ -90,18 +90,6 @@ def audited(web: httpx.Client, **asked: Any) -> dict[str, Any]:
     made = ended(web, created(web, **asked))
     assert made["status"] == "completed", made
     return made
-
-
-class WithoutDescriptors(Backends):
-    """Has no free file descriptor when it opens its first grader."""
-
-    opened = 0
-
-    def open(self, *arguments: Any, **more: Any) -> Any:
-        self.opened += 1
-        if self.opened == 1:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().open(*arguments, **more)
 
 
 def test_an_audit_that_cannot_grade_for_want_of_descriptors_grades_later(house: House, file: str) -> None:
