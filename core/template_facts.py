@@ -172,10 +172,7 @@ def find_facts(
         generation_prompt=prompt is None or prompt != plain or _has_header(prompt, conversation or "", form),
         question=has_question,
         question_end=prompt is None or conversation is None or _ends_question(prompt, conversation, form),
-        header=prompt is None
-        or prompt == plain
-        or conversation is None
-        or _is_header(prompt, conversation, form),
+        header=prompt in (None, plain) or _is_header(prompt or "", conversation or "", form),
         answer=has_answer,
         history=third is None or all(message["content"] in third for message in _THREE_TURNS),
         system_role="rejected" if system is None else "rendered" if _SYSTEM in system else "ignored",
