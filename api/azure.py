@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
+from api.http.errors import SENT_PATH
 from api.resources import completions
 from api.resources.chat import ChatCreate, Inference, create_chat_completion, described
 from api.resources.completions import CompletionCreate, create_completion
@@ -31,7 +32,7 @@ class AzurePaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (path := rewritten(scope["path"])) is not None:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+            scope = {**scope, "path": path, "raw_path": path.encode(), SENT_PATH: scope["path"]}
         await self.app(scope, receive, send)
 
 

@@ -3,9 +3,11 @@
 import re
 import socket
 from ipaddress import IPv6Address
-from typing import NamedTuple, Self
+from pathlib import Path
+from typing import Annotated, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
+from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
@@ -44,6 +46,44 @@ def plain_host(text: str) -> str:
         if host != text or not _NAME.fullmatch(host):
             raise ValueError("must be a host name or an address, without scheme and port") from None
     return host
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError unless a URL has a host, and a port only of 1 to 65535. The message has nothing of the URL."""
+    authority = re.split("[/?#]", url.partition("://")[2])[0]
+    address = authority.rpartition("@")[2]
+    if ":" in address and not address.endswith("]"):
+        HostPort.parse(address)
+    else:
+        plain_host(address)
+
+
+def _http_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+\S*", url):
+        raise PydanticCustomError("url", "must be a URL such as http://host:8100")
+    try:
+        check_url(url)
+    except ValueError as problem:
+        raise PydanticCustomError("url", "{problem}", {"problem": f"host and port: {problem}"}) from None
+    return url
+
+
+# A URL of HTTP whose host and port a client can use.
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+HttpUrlOrEmpty = Annotated[str, AfterValidator(lambda url: url and _http_url(url))]
+
+
+def check_path(path: str | Path) -> None:
+    """Raise ValueError for a path that only a shell would expand: the service would create a folder of that name."""
+    if re.match(r"~|.*\$[A-Za-z_{(]", str(path)):
+        raise ValueError("only a shell expands ~ and $: write the whole path")
+
+
+def check_folder_or_url(text: str) -> None:
+    """Raise ValueError for a URL without its slashes, such as `s3:/bucket`, and for what `check_path` refuses."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?!//)", text):
+        raise ValueError("has a scheme without ://, as in s3://bucket/prefix or file:///folder")
+    check_path(text.partition("://")[2] or text)
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -90,9 +130,15 @@ _TLS_OPTIONS = {
 }
 
 
-def check_redis_options(url: str) -> None:
-    """Raise ValueError if the query of a URL of Redis has an option that one of the clients refuses or ignores."""
+def check_redis_url(url: str) -> None:
+    """Raise ValueError if a URL of Redis has no usable host, port or number of a database, or an unusable option.
+
+    Unusable is an option that one of the clients refuses or ignores.
+    """
+    check_url(url)
     parts = urlsplit(url)
+    if not re.fullmatch(r"/?\d{0,9}", parts.path):
+        raise ValueError("the path must be the number of a database, as in redis://host:6379/0")
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _TLS_OPTIONS:
             raise ValueError(f"has the unknown option {name!r}; the options are {', '.join(_TLS_OPTIONS)}")

@@ -65,6 +65,20 @@ _R1_ZERO = (
 _TEXTS: dict[str, str] = {"plain": _PLAIN, "r1_zero": _R1_ZERO}
 
 
+# The arguments that each reads, besides CLOCK.
+_ARGUMENTS: dict[str, frozenset[str]] = {"plain": frozenset(), "r1_zero": frozenset({"prompt"})}
+
+
+def check_arguments(name: str, arguments: Arguments) -> None:
+    """Raise ValueError if a template of NAMES does not read an argument, or cannot use its value."""
+    unread = sorted(arguments.keys() - _ARGUMENTS[name] - {CLOCK})
+    if unread:
+        known = ", ".join(map(repr, sorted({*_ARGUMENTS[name], CLOCK})))
+        raise ValueError(f"the chat template {name!r} has no argument {unread[0]!r}; it has {known}")
+    if "{prompt}" not in str(arguments.get("prompt", "{prompt}")):
+        raise ValueError("'prompt' has no {prompt}, which stands for the question")
+
+
 def text_of(template: str, folder: Path = Path()) -> str:
     """The Jinja text of a template given by name, as text, or as a path (relative to `folder`).
 

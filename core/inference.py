@@ -1,19 +1,19 @@
 """Which inference server answers for a base model and the models tuned from it."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from core.addresses import HttpUrl
 from core.errors import InvalidRequest, NotReady
 from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import is_away
 
 ALL_OTHERS = "*"
-_ADDRESS = re.compile(r"https?://[^\s/]+\S*")
+_URL = TypeAdapter(HttpUrl)
 _EXAMPLE = "http://host:8100/v1"
 
 
@@ -23,13 +23,24 @@ def _checked(value: Any) -> Any:
         if not value:
             raise PydanticCustomError("inference_url", "the map has no servers")
         for model, url in value.items():
-            if not isinstance(url, str) or not _ADDRESS.fullmatch(url):
-                text = "the server of {model} is not an address such as {example}"
-                raise PydanticCustomError("inference_url", text, {"model": str(model), "example": _EXAMPLE})
-    elif isinstance(value, str) and value and not _ADDRESS.fullmatch(value):
-        text = "is neither an address such as {example} nor a JSON object of addresses by base model"
-        raise PydanticCustomError("inference_url", text, {"example": _EXAMPLE})
+            if (problem := _problem(url)) is not None:
+                text = "the server of {model} is not an address such as {example}: {problem}"
+                context = {"model": str(model), "example": _EXAMPLE, "problem": problem}
+                raise PydanticCustomError("inference_url", text, context)
+    elif isinstance(value, str) and value and (problem := _problem(value)) is not None:
+        text = (
+            "is neither an address such as {example} nor a JSON object of addresses by base model: {problem}"
+        )
+        raise PydanticCustomError("inference_url", text, {"example": _EXAMPLE, "problem": problem})
     return value
+
+
+def _problem(url: Any) -> str | None:
+    try:
+        _URL.validate_python(url)
+    except ValidationError as invalid:
+        return invalid.errors()[0]["msg"]
+    return None
 
 
 InferenceUrl = Annotated[str | dict[str, str], BeforeValidator(_checked)]

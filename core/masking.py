@@ -15,7 +15,9 @@ _NAME = (
     r"[\w.-]*(?:authorization|api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|passw(?:or)?d|passphrase"
     r"|secret(?:[-_]?(?:access[-_]?)?key)?|credentials?|signature|token|cookie)"
 )
-_SECRET_FIELD = re.compile(_NAME, re.IGNORECASE)
+_SECRET_FIELD = re.compile(
+    rf"{_NAME}|(?:[\w.-]*[_.-])?(?:auth[-_]?header|bearer|jwt|pat)", re.IGNORECASE
+)  # in sentences the short names mean something else
 # Objects whose every text is one: `credentials: {user, id}`.
 _SECRET_OBJECT = re.compile(
     r"[\w.-]*(?:credentials?|secrets?|auth|authorization|authentication)", re.IGNORECASE
@@ -32,7 +34,15 @@ _PARAMETER = re.compile(r"(?<=[?&;#])([^=?&;#\s]+)=([^&#\s]+)")
 _USER_OF_URL = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 _ENDS_OF_USER = re.compile(r"([\s\"'<>@])")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
-_MASKED_URL = re.compile(rf"://{re.escape(MASK)}@|[?&;#][^?&;#=]+={re.escape(MASK)}(?=[&;#]|$)")
+# Webhooks whose path is the secret: Slack's, Discord's and Microsoft's.
+_SECRET_PATH = re.compile(
+    r"(hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
+    r"|webhook\.office\.com/webhookb2/)[^\s\"'<>?#]+",
+    re.IGNORECASE,
+)
+_MASKED_URL = re.compile(
+    rf"://{re.escape(MASK)}@|[?&;#][^?&;#=]+={re.escape(MASK)}(?=[&;#]|$)|/{re.escape(MASK)}(?=[?#]|$)"
+)
 # Secrets in the sentences of an error. A value has at least 6 characters: "unexpected token: a" is none.
 # A text may have a megabyte, so no pattern may look at a part of it from each of its characters: those that begin with
 # a run of characters begin where the run does.
@@ -119,6 +129,20 @@ def hide_in_error(value: Any) -> Any:
     for pattern, replacement in _IN_TEXT:
         text = pattern.sub(replacement, text)
     return text
+
+
+def hide_in_foreign(value: Any) -> Any:
+    """Mask the secrets of an object of unknown meaning, also in its texts and in fields named `key`."""
+    return hide_in_error(_without_keys(value))
+
+
+def _without_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: MASK if name.lower() == "key" and isinstance(inner, str) and inner else _without_keys(inner)
+            for name, inner in value.items()
+        }
+    return [_without_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def mask_values(text: str, secrets: Collection[str]) -> str:
@@ -212,7 +236,8 @@ def _hide_quoted_passwords(text: str) -> str:
 
 
 def _hide_in_urls(text: str) -> str:
-    return _PARAMETER.sub(_hidden_parameter, _USER_OF_URL.sub(f"{MASK}@", text))
+    text = _SECRET_PATH.sub(rf"\1{MASK}", _USER_OF_URL.sub(f"{MASK}@", text))
+    return _PARAMETER.sub(_hidden_parameter, text)
 
 
 def _hidden_parameter(found: re.Match[str]) -> str:

@@ -1,8 +1,9 @@
 """Decide whether an error is temporary (an outage), or would occur again in another try (a mistake).
 
-Every part of the service asks `outage` before it retries, waits, answers 503 or counts a failure. The tables are here
-and nowhere else: SQLSTATEs of PostgreSQL, messages of SQLite, error codes of S3, and error numbers of the system. What
-an operator can repair while work waits counts as an outage, such as rejected credentials or a missing bucket.
+Work that retries, waits, answers 503 or counts a failure asks `outage`. Loops that only repeat a statement, such as a
+heartbeat, repeat it after any error of the database. The tables are here and nowhere else: SQLSTATEs of PostgreSQL,
+messages of SQLite, error codes of S3, and error numbers of the system; rights of a folder are in core/storage/store.py.
+What an operator can repair while work waits counts as an outage, such as rejected credentials or a missing bucket.
 """
 
 import errno
@@ -154,7 +155,8 @@ _FULL = frozenset(
     {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "EntityTooLargeForQuota", "507"}
 )
 # Codes about one object or one request. All others are about the bucket, its settings or its region, the credentials
-# or the load, and an operator or time repairs them.
+# or the load, and an operator or time repairs them; NoSuchUpload is of an upload that the store lost, and of which
+# another try begins a new one.
 _ABOUT_THE_OBJECT = frozenset(
     {
         "404",
@@ -167,7 +169,6 @@ _ABOUT_THE_OBJECT = frozenset(
         "KeyTooLongError",
         "MetadataTooLarge",
         "NoSuchKey",
-        "NoSuchUpload",
         "PreconditionFailed",
     }
 )

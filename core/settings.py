@@ -18,7 +18,17 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from core.addresses import HostPort, check_is_escaped, check_is_meant, check_redis_options, plain_host
+from core.addresses import (
+    HostPort,
+    HttpUrl,
+    HttpUrlOrEmpty,
+    check_folder_or_url,
+    check_is_escaped,
+    check_is_meant,
+    check_path,
+    check_redis_url,
+    plain_host,
+)
 from core.hardware import Auto, Hardware, KvCacheGib, SamplerChoice, TokenBudget, hardware_of
 from core.inference import InferenceUrl, address_of
 from core.masking import hide_secrets
@@ -29,9 +39,7 @@ from core.thresholds import Thresholds
 Checksums = Literal["when_supported", "when_required"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 EngineCount = Auto | Annotated[int, Field(ge=1)]
-Addresses = tuple[
-    Annotated[str, Field(pattern=r"^https?://(\[[0-9A-Fa-f:.]+\]|[^\s/@:\[\]]+)(:\d{1,5})?(/\S*)?$")], ...
-]
+Addresses = tuple[Annotated[HttpUrl, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")], ...]
 
 _HEADER = r"^([A-Za-z][A-Za-z0-9-]{0,63})?$"
 # Headers that mean something else to HTTP or to the service.
@@ -66,7 +74,7 @@ class Settings(BaseSettings):
     # s3://bucket/prefix, file:///folder or a path (docs/howto/storage.md). Empty: `blobs` in the data folder.
     blob_url: str = ""
     # https://host:port of an S3-compatible store, and its region. Unset: AWS, and the region that boto3 finds.
-    s3_endpoint_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/?$")
+    s3_endpoint_url: HttpUrl | None = Field(default=None, pattern=r"^https?://[^\s/]+/?$")
     s3_region: str | None = None
     # when_required: for S3-compatible stores that do not support checksums.
     s3_checksums: Checksums = "when_supported"
@@ -152,7 +160,7 @@ class Settings(BaseSettings):
     # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
-    otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
+    otlp_endpoint: HttpUrlOrEmpty = ""
     # Port of the Prometheus metrics (docs/howto/observability.md). Unauthenticated, so not the API's port. 0: off.
     metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024
@@ -295,10 +303,25 @@ class Settings(BaseSettings):
             raise PydanticCustomError("broker_url", "must begin with redis://, rediss:// (TLS) or memory://")
         try:
             check_is_escaped(url)
-            check_redis_options(url)
+            if url != "memory://":
+                check_redis_url(url)
         except ValueError as problem:
             raise PydanticCustomError("broker_url", "{problem}", {"problem": str(problem)}) from None
         return url
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_no_word_of_a_shell(cls, value: Any, field: ValidationInfo) -> Any:
+        try:
+            if field.field_name == "blob_url":
+                check_folder_or_url(value)
+            elif field.field_name == "database_url" and value.startswith("sqlite"):
+                check_path(value.partition(":///")[2])
+            elif isinstance(value, Path):
+                check_path(value)
+        except ValueError as problem:
+            raise PydanticCustomError("path", "{problem}", {"problem": str(problem)}) from None
+        return value
 
     @field_validator("host", "episodes_host", "rendezvous", mode="after")
     @classmethod

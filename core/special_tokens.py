@@ -81,17 +81,17 @@ class SpecialTokens:
         return frozenset(self.texts) - {one for one in self.flagged if not any(one in text for text in tags)}
 
     def occur_in(self, value: Any, allowed: Collection[str] = _NOTHING) -> bool:
-        """Whether a text of JSON `value` has the text of a special token, apart from those in `kept`."""
+        """Whether a text of JSON `value` has the text of a special token, apart from those in `allowed`."""
         return any(text not in allowed for part in _strings(value) for _, _, text in self._found(part))
 
     def occur_in_chat(self, chat: Chat, tools: Tools, allowed: Collection[str]) -> bool:
-        """The same for the content of messages, of which those of the assistant may have `kept`."""
+        """The same for the content of messages, of which those of the assistant may have `allowed`."""
         return self.occur_in(tools) or any(
             self.occur_in(_content(message), _tokens_to_keep(message, allowed)) for message in chat
         )
 
     def hide(self, value: Any, allowed: Collection[str] = _NOTHING) -> Any:
-        """A copy of JSON `value` with placeholders for the texts of special tokens, apart from those in `kept`."""
+        """A copy of JSON `value` with placeholders for the texts of special tokens, apart from those in `allowed`."""
         if isinstance(value, str):
             return self._replaced(value, self._placeholders, allowed)
         if isinstance(value, Mapping):
@@ -101,7 +101,7 @@ class SpecialTokens:
         return value
 
     def hide_in_chat(self, chat: Chat, allowed: Collection[str]) -> list[dict[str, Any]]:
-        """The same for the content of messages, of which those of the assistant keep `kept`."""
+        """The same for the content of messages, of which those of the assistant keep `allowed`."""
         return [
             {"role": message["role"]} | self.hide(_content(message), _tokens_to_keep(message, allowed))
             for message in chat

@@ -13,6 +13,7 @@ from core.chat_templates import reads_clock
 from core.reasoning import QUESTION, Format
 
 _SYSTEM, _ANSWER, _SECOND = "System7Q", "Answer7Q", "Second7Q"
+_SECOND_ANSWER, _THIRD = "Reply7Q", "Third7Q"
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -25,6 +26,13 @@ _USER = {"role": "user", "content": QUESTION}
 _SYSTEM_MESSAGE = {"role": "system", "content": _SYSTEM}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
 _NEXT = {"role": "user", "content": _SECOND}
+_THREE_TURNS = [
+    _USER,
+    _ASSISTANT,
+    _NEXT,
+    {"role": "assistant", "content": _SECOND_ANSWER},
+    {"role": "user", "content": _THIRD},
+]
 
 # (messages, tools, with a generation prompt) -> the text of the conversation
 RenderChat = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
@@ -43,7 +51,9 @@ class TemplateFacts(BaseModel):
     question: bool  # false: the user's message is not in the prompt
     # false: the text after the question lacks in prompts what it has in conversations, where an answer follows.
     question_end: bool
+    header: bool  # false: the generation prompt is another text than conversations have before an answer
     answer: bool  # false: the text of an earlier answer is not in the prompt
+    history: bool  # false: the prompt after three questions lacks earlier turns
     system_role: Literal["rendered", "ignored", "rejected"]
     alternation: bool  # two messages of one role in a row are rejected
     tools: bool
@@ -74,6 +84,17 @@ class TemplateFacts(BaseModel):
                 "The model's chat template ends the user's message only if an answer follows it, so training rows have "
                 "that end and prompts lack it. Set chat_template in the model's entry of the registry to a template "
                 "that writes it after every message."
+            )
+        if not self.header:
+            found.append(
+                "The model's chat template ends prompts with another text than it writes before the answers of "
+                "training rows. Set chat_template in the model's entry of the registry to a template that writes the "
+                "same header in both."
+            )
+        if not self.history:
+            found.append(
+                "The model's chat template leaves out earlier turns of a conversation: the model sees only the last "
+                "ones. Set chat_template in the model's entry of the registry to a template that writes all messages."
             )
         if self.system_role == "ignored":
             found.append("The model's chat template leaves out system messages: the model does not see them.")
@@ -141,15 +162,19 @@ def find_facts(
         first = [_SYSTEM_MESSAGE]  # some templates require it
     prompt, plain, conversation = rendered(_USER, prompt=True), rendered(_USER), rendered(_USER, _ASSISTANT)
     has_answer = conversation is None or _ANSWER in conversation
+    has_question = prompt is None or QUESTION in prompt
+    third = rendered(*_THREE_TURNS, prompt=True) if has_answer and has_question else None
     end = _end_of_turn(rendered, special, stops, form) if has_answer else None
     return TemplateFacts(
         end_of_turn=end,
         end_of_turn_added=end is not None and end not in stops,
         # A template that rejects the question alone says nothing of it.
         generation_prompt=prompt is None or prompt != plain or _has_header(prompt, conversation or "", form),
-        question=prompt is None or QUESTION in prompt,
+        question=has_question,
         question_end=prompt is None or conversation is None or _ends_question(prompt, conversation, form),
+        header=prompt in (None, plain) or _is_header(prompt or "", conversation or "", form),
         answer=has_answer,
+        history=third is None or all(message["content"] in third for message in _THREE_TURNS),
         system_role="rejected" if system is None else "rendered" if _SYSTEM in system else "ignored",
         alternation=plain is not None and rendered(_USER, _NEXT) is None,
         tools=rendered(_USER, tools=[_TOOL], prompt=True) not in (None, prompt),
@@ -166,6 +191,15 @@ def _has_header(prompt: str, conversation: str, form: Format | None) -> bool:
     between, answered, _ = conversation.partition(QUESTION)[2].partition(_ANSWER)
     header = _without_thought(between, form)
     return bool(answered) and prompt.partition(QUESTION)[2].strip().startswith(header.strip())
+
+
+def _is_header(prompt: str, conversation: str, form: Format | None) -> bool:
+    """Whether the text after the question begins as in a conversation: apart from thoughts, white space and its end."""
+    between, answered, _ = conversation.partition(QUESTION)[2].partition(_ANSWER)
+    after, between = (
+        _without_thought(text, form).strip() for text in (prompt.partition(QUESTION)[2], between)
+    )
+    return not answered or between.startswith(after) or between.endswith(after) or after.startswith(between)
 
 
 def _ends_question(prompt: str, conversation: str, form: Format | None) -> bool:

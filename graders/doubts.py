@@ -26,7 +26,7 @@ def row_doubts(spec: GraderSpec, row: Item) -> list[str]:
                 doubts.append(f"has a reference for '{part.name}' that {why}: all answers score 0")
             elif ignores_words(part.evaluation_metric, reference, part.tokenizer):
                 doubts.append(
-                    f"has a reference for '{part.name}' in a script that {part.evaluation_metric} does not split "
-                    'into words: set "tokenizer": "unicode"'
+                    f"has a reference for '{part.name}' in which {part.evaluation_metric} does not read the words "
+                    'that are written (letters outside a-z, or no spaces): set "tokenizer": "unicode"'
                 )
     return doubts

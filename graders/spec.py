@@ -429,6 +429,7 @@ _MODELS: dict[str, type[SimpleSpec | MultiSpec | SelectSpec]] = {
     "multi": MultiSpec,
     "select": SelectSpec,
 }
+GRADER_TYPES = frozenset(_MODELS)
 # Hints for some unsupported values.
 _NOTES = {
     "cosine": " It needs an embedding model, and is not offered for reinforcement fine-tuning.",

@@ -88,6 +88,7 @@ S3_MODES = {
     "no bulk delete (400)": S3Answer(400, "InvalidArgument", lambda r: r.deletes_many),
     "bulk delete without Content-MD5": S3Answer(400, "MissingContentMD5", lambda r: r.deletes_many),
     "no list of uploads": S3Answer(501, "NotImplemented", lambda r: r.lists and "uploads" in r.query),
+    "lost uploads": S3Answer(404, "NoSuchUpload", lambda r: r.writes and "uploadId" in r.query),
     "bad gateway": S3Answer(502),
     "login page": S3Answer(200, when=lambda r: r.method == "GET"),
     "full": S3Answer(507, "XMinioStorageFull"),

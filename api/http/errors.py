@@ -22,6 +22,8 @@ from core.database.migrate import other_schema
 from core.errors import InvalidRequest, ServiceError, Unavailable
 from core.outages import lacks_schema
 
+# The path that the client sent, in the scope of a request whose path was rewritten.
+SENT_PATH = "regraft.sent_path"
 _PARAMETER = re.compile(r"\{[^{}]*\}")  # of a path
 
 
@@ -63,16 +65,18 @@ def _framework_error(request: Request, error: Exception) -> Response:
     """Errors of Starlette and FastAPI themselves: unknown URL, wrong method, unreadable body."""
     assert isinstance(error, HTTPException)
     message, code, status = error.detail, None, error.status_code
-    headers = error.headers
+    headers, path = error.headers, request.scope.get(SENT_PATH, request.url.path)
     if status == 405 and _is_only_an_id(request):
         status, headers = 404, None
     if status == 404:
-        message = f"Invalid URL ({request.method} {request.url.path})"
-        if "/v1/" in request.url.path[1:] or request.headers.get("x-forwarded-prefix", "/") != "/":
+        message = f"Invalid URL ({request.method} {path})"
+        if request.url.path.startswith("/v1/v1/"):
+            message += "; the path has /v1 twice: check the client's base URL"
+        elif "/v1/" in request.url.path[1:] or request.headers.get("x-forwarded-prefix", "/") != "/":
             message += "; serve it at the root of a separate host name: a proxy cannot serve it below a path"
         code = "unknown_url"
     elif status == 405:
-        message = f"Not allowed to {request.method} on {request.url.path}."
+        message = f"Not allowed to {request.method} on {path}."
         code = "method_not_supported"
         methods = _methods(request)
         headers = {"allow": ", ".join(methods)} if methods else headers

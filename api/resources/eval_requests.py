@@ -1,9 +1,18 @@
 """Bodies of evals.create, evals.update and evals.runs.create."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored
@@ -11,6 +20,7 @@ from api.resources.job_body import MetadataKey, MetadataValue, NoNul
 from core.chat import AnyObject, MaxTokens, ReasoningEffort, Seed, Temperature, Text, TopP
 from core.errors import InvalidParameter
 from core.evals.items import MAX_ROWS
+from core.evals.rows import is_flat
 from core.response_format import ResponseFormat
 from core.storage.message_rows import MAX_TOOLS
 from core.strict import StrictModel
@@ -108,8 +118,21 @@ class EvalUpdate(Body):
 class Row(StrictModel):
     item: dict[str, Any]
     sample: dict[str, Any] | None = None
+    _is_flat: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _or_itself_the_item(cls, sent: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        if not (isinstance(sent, dict) and is_flat(sent)):
+            return check(sent)
+        row = check({"item": sent})
+        row._is_flat = True
+        return row
 
     def as_data(self) -> dict[str, Any]:
+        """The row as it was sent."""
+        if self._is_flat:
+            return self.item
         return {"item": self.item} | ({} if self.sample is None else {"sample": self.sample})
 
 

@@ -10,10 +10,11 @@ from core.database.tables import Eval, EvalRun, Job, RolloutPage
 from core.evals import budgets, imported, lifecycle, summary
 from core.evals.items import Item
 from core.evals.summary import rate
-from core.masking import hide_in_error, hide_secrets
+from core.masking import hide_in_error, hide_in_foreign, hide_secrets
 from core.results import evals
 from core.results.evals import Criterion
 from core.results.rollouts import Row, SamplePosition
+from graders.spec import GRADER_TYPES
 
 # Free text, because an imported item may have another status.
 ItemStatus = Literal["pass", "fail", "error"]
@@ -71,8 +72,10 @@ class EvalOut(BaseModel):
             updated_at=eval_row.updated_at,
             name=eval_row.name,
             data_source_config=_config(eval_row.data_source_config),
-            testing_criteria=[hide_secrets(spec) for spec in eval_row.testing_criteria],
-            metadata=eval_row.metadata_,
+            testing_criteria=[_criterion(spec) for spec in eval_row.testing_criteria],
+            metadata=hide_in_foreign(eval_row.metadata_)
+            if _is_imported(eval_row.data_source_config)
+            else eval_row.metadata_,
         )
 
     @classmethod
@@ -92,9 +95,20 @@ class EvalOut(BaseModel):
         )
 
 
+def _is_imported(config: Mapping[str, Any]) -> bool:
+    """Whether an eval with this config comes from another service: its config has the schema of a whole row."""
+    return "schema" in config or "item_schema" not in config
+
+
+def _criterion(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A criterion without secrets. An imported one may have a type that this service does not know."""
+    hidden: dict[str, Any] = hide_secrets(spec) if spec.get("type") in GRADER_TYPES else hide_in_foreign(spec)
+    return hidden
+
+
 def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the schema of a whole row. An imported one has it already."""
-    if "schema" in stored or "item_schema" not in stored:
+    if _is_imported(stored):
         shown = {"schema": {"type": "object"}} | hide_secrets(stored)
         if "schema" in stored:
             shown["schema"] = stored["schema"]  # its properties may have any name
@@ -158,7 +172,7 @@ class RunOut(BaseModel):
             per_testing_criteria_results=shown.get("per_testing_criteria_results")
             or summary.criteria_results(kept),
             data_source=source,
-            metadata=run.metadata_,
+            metadata=hide_in_foreign(run.metadata_) if "imported" in kept else run.metadata_,
             error=hide_in_error(run.error),
             **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
             progress={"finished": finished, "total": run.total},

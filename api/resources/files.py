@@ -262,6 +262,8 @@ class ArrivingFile:
 
     def begin(self, name: str, filename: str | None) -> FormPart:
         if name != "file":
+            if name in self._sent:
+                raise InvalidRequest(f"The form has '{name}' twice.", param=name, code="invalid_value")
             return TextField(name, partial(_set, self._sent, name))
         if self._stored is not None:
             raise InvalidRequest("Send one file at a time.", param="file")

@@ -4,6 +4,7 @@ This process runs an audit in the background and stores it (core/results/grader_
 """
 
 import asyncio
+import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -29,6 +30,7 @@ from core.database.tables import GraderAudit, Project
 from core.errors import InvalidRequest
 from core.results import background, grader_audits
 from core.results.grader_audit_report import GraderAuditReport
+from core.retry import RetryPolicy
 from core.storage import files
 from core.tenancy import tenants
 from graders.build import EPISODE_FIELDS, calls_servers, reads_sample
@@ -36,6 +38,8 @@ from graders.exploits.corpus import KINDS, AuditedRow
 from graders.exploits.right_answers import checked_answer_template, right_answer
 from graders.hazards.pool import OWNER
 from graders.spec import GraderSpec, dump
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/regraft", tags=["regraft"])
 
@@ -130,7 +134,8 @@ class AuditProgress:
     graded: int = 0
 
     def begun(self, of: int) -> None:
-        self.of = of
+        """Start from the beginning, also after an outage."""
+        self.of, self.graded = of, 0
 
     def one_graded(self) -> None:
         self.graded += 1
@@ -169,11 +174,13 @@ async def create_grader_audit(
 
     async def run(added: GraderAuditOut) -> None:
         progress = AuditProgress(added.progress.of)
+        grading = partial(_audited, inputs, service, project.id, progress)
+        retry = RetryPolicy(service.settings.patience_seconds, log.warning)
         await background_runs.run(
             service,
             GraderAudit,
             added.id,
-            slot.in_thread(partial(_audited, inputs, service, project.id, progress)),
+            retry.call_async(lambda: slot.in_thread(grading)),
             what="audit",
             too_slow=InvalidRequest(
                 f"The audit took longer than {service.preview_seconds:.0f} s. Request fewer rows.",

@@ -36,9 +36,14 @@ def of_content(content: Iterable[dict[str, Any]]) -> Iterator[EvalRow | LineErro
         yield _row(number, row)
 
 
+def is_flat(row: dict[str, Any]) -> bool:
+    """Whether the row is itself the item."""
+    return bool(row) and row.keys().isdisjoint({"item", "sample"})
+
+
 def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
-    is_flat = bool(row) and row.keys().isdisjoint({"item", "sample"})
-    if is_flat:
+    flat = is_flat(row)
+    if flat:
         row = {"item": row}
     for name in row:
         if name not in ("item", "sample"):
@@ -51,4 +56,4 @@ def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
         return LineError(line, "must be an object", "sample")
     if is_nested_too_deeply(row):
         return LineError(line, "is nested too deeply")
-    return EvalRow(line, row["item"], row.get("sample"), is_flat=is_flat)
+    return EvalRow(line, row["item"], row.get("sample"), is_flat=flat)

@@ -4,7 +4,7 @@ A `type` selects the variant of a group, so most combinations without effect can
 groups are in core/jobs/hyperparameters.py; core/jobs/hyperparameter_places.py says where the loop's values come from.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -394,6 +394,12 @@ class TemplateChoice(Value):
     chat_template: Auto | chat_templates.Name = "auto"
     # Arguments of the chat template, such as {"enable_thinking": false}.
     chat_template_kwargs: TemplateArguments = {}
+
+    @model_validator(mode="after")
+    def _reads_its_arguments(self) -> Self:
+        if self.chat_template != "auto":
+            chat_templates.check_arguments(self.chat_template, self.chat_template_kwargs)
+        return self
 
 
 class Sampling(TemplateChoice):

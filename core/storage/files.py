@@ -16,7 +16,7 @@ from core.database.tables import EvalRun, File, Job, now
 from core.errors import FileNotFound, InvalidRequest
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, RowForm
-from core.storage.foreign_files import EMPTY, container_of
+from core.storage.foreign_files import EMPTY, container_of, for_rows_of
 from core.storage.store import (
     CHUNK_BYTES,
     BlobCorrupt,
@@ -69,7 +69,7 @@ def refuse_foreign(purpose: str, filename: str, head: bytes) -> None:
     if foreign is not None:
         rows = purpose == FINE_TUNE
         message = (
-            f"{filename} is not a dataset: {foreign.sentence()}"
+            f"{filename} is not a dataset: {for_rows_of(foreign, head).sentence()}"
             if rows
             else f"{filename} is not JSONL: {foreign.seen}; {foreign.remedy}."
         )

@@ -38,6 +38,8 @@ CALLS = ("function_call", "tool_call")
 RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
 # Fields with the answer; `regraft convert` takes the first that a row has.
 ANSWERS = ("completion", "output", "response", "answer")
+# Columns of CSV files whose cells are JSON.
+JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
 FIRST_ROWS = 20
@@ -62,7 +64,8 @@ class ForeignFormat:
         target = None if rows_for is None else TARGETS[rows_for]
         if self.targets and target is not None and target not in self.targets:
             fits = " or ".join(f"'{_METHODS[one]}'" for one in self.targets)
-            return f"{self.seen}; they can become rows for method {fits}, not for '{rows_for}'."
+            what = "its rows" if self.seen.startswith("the file") else "they"
+            return f"{self.seen}; {what} can become rows for method {fits}, not for '{rows_for}'."
         if not self.targets:
             return f"{self.seen}; {self.remedy}."
         named = " --map answer=FIELD" if self.lacks_answer and target != "rft" else ""
@@ -171,7 +174,7 @@ def detect(chunks: Iterable[bytes]) -> ForeignFormat | None:
     while len(head) < HEAD_BYTES and (chunk := next(rest, None)) is not None:
         head += chunk
     if (container := container_of(bytes(head))) is not None:
-        return container
+        return for_rows_of(container, bytes(head))
     first = islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)
     return format_of_rows([row[1] for row in first if isinstance(row, tuple)])
 
@@ -216,6 +219,85 @@ def container_of(head: bytes) -> ForeignFormat | None:
     return None
 
 
+def for_rows_of(container: ForeignFormat, head: bytes) -> ForeignFormat:
+    """The format of a file with the targets of the rows that its start has, and whether these lack an answer.
+
+    Args:
+        container: `container_of(head)`.
+    """
+    return _fitted(container, first_rows(head)) if container.targets else container
+
+
+def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> ForeignFormat:
+    """The format of what holds these rows."""
+    if (inner := format_of_rows(rows)) is not None:
+        return replace(container, targets=inner.targets, lacks_answer=inner.lacks_answer)
+    if not rows or not all(map(_is_of_a_method, rows)):
+        return container
+    if all(map(_has_pair, rows)):
+        return container
+    if all(map(_is_answered, rows)):
+        return replace(container, targets=("rft", "sft"))
+    if all(len(row) > 1 for row in rows):
+        return replace(container, targets=("rft", "sft"), lacks_answer=True)
+    return replace(container, targets=("rft",))
+
+
+def first_rows(head: bytes) -> list[dict[str, Any]]:
+    """The first rows in a file, by its start; empty: none is read without pyarrow, or none is complete."""
+    head = _uncompressed(head)
+    encoding = encoding_of(head)
+    text = head.decode(encoding, "ignore")
+    if (table := csv_layout(text)) is not None:
+        body = text.lstrip("\r\n ").split("\n", table.lines_before + 1)[-1]
+        cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter)
+        try:
+            return [
+                {name: json_cell(name, cell) for name, cell in zip(table.columns, row, strict=False)}
+                for row in islice(cells, FIRST_ROWS)
+                if any(row)
+            ]
+        except csv.Error:
+            return []
+    rows: list[dict[str, Any]] = []
+    decoder, at = json.JSONDecoder(), 0
+    while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
+        try:
+            row, at = decoder.raw_decode(text, start.end() - 1)
+        except (ValueError, RecursionError):  # the start cuts it
+            break
+        rows.append(row)
+    return rows
+
+
+def json_cell(column: str, cell: str) -> Any:
+    """The value of a cell of a CSV file; those of JSON_COLUMNS are JSON."""
+    if column.lower() not in JSON_COLUMNS:
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+# An object after what may stand between rows.
+_OBJECT = re.compile(r"(?<![^\s,\[\ufeff}])\{")
+
+
+def _uncompressed(head: bytes) -> bytes:
+    """The start of what a file compresses; the same bytes if it is not compressed, or not by Python."""
+    try:
+        if head.startswith(b"\x1f\x8b\x08"):
+            return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, HEAD_BYTES)
+        if head.startswith(b"\xfd7zXZ\x00"):
+            return lzma.LZMADecompressor().decompress(head, HEAD_BYTES)
+        if head.startswith(b"BZh"):
+            return bz2.BZ2Decompressor().decompress(head, HEAD_BYTES)
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
+        return b""
+    return head
+
+
 _MAGIC: Sequence[tuple[bytes, ForeignFormat]] = (
     (b"\x1f\x8b\x08", GZIP),
     (b"\xfd7zXZ\x00", XZ),
@@ -237,16 +319,7 @@ def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
 
     Only of formats that Python itself uncompresses.
     """
-    try:
-        if container is GZIP:
-            inside = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, HEAD_BYTES)
-        elif container is XZ:
-            inside = lzma.LZMADecompressor().decompress(head, HEAD_BYTES)
-        elif container is BZIP2:
-            inside = bz2.BZ2Decompressor().decompress(head, HEAD_BYTES)
-        else:
-            return None
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
+    if container not in (GZIP, XZ, BZIP2) or not (inside := _uncompressed(head)):
         return None
     if any(inside.startswith(magic) for magic, inner in _MAGIC if inner in (GZIP, XZ, BZIP2, ZSTD)):
         return TWICE
@@ -331,8 +404,7 @@ def _as_its_rows(found: ForeignFormat, row: Mapping[str, Any]) -> ForeignFormat:
     if found in (INSTRUCTION, PROMPT, QUESTION, INPUT) and set(ANSWERS).isdisjoint(map(str.lower, row)):
         return replace(found, lacks_answer=True) if len(row) > 1 else replace(found, targets=("rft",))
     inside = row["data"] if found is WRAPPED else rows_of_columns(row) if found is COLUMNS else None
-    inner = format_of_rows(inside[:FIRST_ROWS]) if inside else None
-    return found if inner is None else replace(found, targets=inner.targets)
+    return _fitted(found, inside[:FIRST_ROWS]) if inside else found
 
 
 def is_labeled_completion(row: Mapping[str, Any]) -> bool:
@@ -416,6 +488,23 @@ def uses_functions(row: Mapping[str, Any]) -> bool:
         if isinstance(one, Mapping)
     )
     return bool(row.get("functions")) or any(called)
+
+
+def _is_answered(row: Mapping[str, Any]) -> bool:
+    """Whether a row with messages ends with an answer, or has one in a field."""
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    ends_with_one = isinstance(last, Mapping) and last.get("role") == "assistant"
+    return ends_with_one or not {*ANSWERS, "chosen", "preferred_output"}.isdisjoint(map(str.lower, row))
+
+
+def _has_pair(row: Mapping[str, Any]) -> bool:
+    """Whether a row has two answers to compare, or one with a label."""
+    names = {name.lower() for name in row}
+    is_labeled = "label" in names and not names.isdisjoint(ANSWERS)
+    return (
+        is_labeled or {"preferred_output", "non_preferred_output"} <= names or {"chosen", "rejected"} <= names
+    )
 
 
 def _is_of_a_method(row: Mapping[str, Any]) -> bool:

@@ -63,7 +63,9 @@ _PASSING_400 = {"RequestTimeout", "IncompleteBody"}
 
 def setting_of(error: BaseException, settings: Settings) -> str | None:
     """The setting to change if the store refuses the check at the start. None: an outage, or a missing bucket."""
-    if _is_refused(error) or (isinstance(error, OSError) and outage(error) is None):
+    if _is_refused(error) or isinstance(error, FolderDenied):
+        return "REGRAFT_BLOB_URL"
+    if isinstance(error, OSError) and outage(error) is None:
         return "REGRAFT_BLOB_URL"
     if "botocore" not in sys.modules:
         return None
@@ -151,6 +153,12 @@ class NotTheStore(TemporarilyUnavailable):
         super().__init__(f"The response for {key!r} has no ETag, so it is not from an S3 store.")
 
 
+class FolderDenied(OSError, TemporarilyUnavailable):
+    """The system does not let the service use the folder, or this file of it: an operator can change the rights."""
+
+    resource = Resource.BLOB_STORE
+
+
 class BlobWriter(Protocol):
     """A blob being written. Threads may take turns, but must not use it concurrently."""
 
@@ -236,7 +244,7 @@ class BlobStore(Protocol):
             try:
                 self.delete(key)
             except Exception as cause:  # of any store's library
-                if outage(cause) is not None and not _is_denied(cause):
+                if outage(cause) is not None and not is_denied(cause):
                     raise
                 causes[key] = cause
         return causes
@@ -305,9 +313,9 @@ class FailedCleanups:
 COUNTED.register(FailedCleanups("regraft_failed_cleanups"))
 
 
-def _is_denied(cause: Exception) -> bool:
-    """Whether S3 refuses this: it may refuse one object and not the others."""
-    return hasattr(cause, "response") and s3_code(cause) in DENIED
+def is_denied(cause: Exception) -> bool:
+    """Whether the store refuses this: it may refuse one object and not the others."""
+    return isinstance(cause, FolderDenied) or (hasattr(cause, "response") and s3_code(cause) in DENIED)
 
 
 @contextmanager
@@ -324,6 +332,8 @@ class FolderBlobs(BlobStore):
 
     A key cannot also be the folder of another one ("a" and "a/b"), which S3 would allow. A killed process leaves its
     temporary file in `root/tmp/`, where `abort_stale_uploads` removes it. Needs hard links.
+
+    Missing rights raise FolderDenied, also with next().
     """
 
     def __init__(self, root: Path) -> None:
@@ -331,10 +341,12 @@ class FolderBlobs(BlobStore):
         self._temp = root / "tmp"
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
-        return _FileWriter(key, self._path(key), self._temp, if_absent)
+        path = self._path(key)
+        with _denied():
+            return _FileWriter(key, path, self._temp, if_absent)
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        return _file_chunks(self._opened(key), chunk_size)
+        return _watched(_file_chunks(self._opened(key), chunk_size))
 
     def size(self, key: str) -> int:
         with self._opened(key) as file:
@@ -343,18 +355,18 @@ class FolderBlobs(BlobStore):
     def list(self, prefix: str) -> Iterator[str]:
         check_prefix(prefix)
         folder = prefix[: prefix.rfind("/") + 1]
-        return (key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
+        return _watched(key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
 
     def entries(self, prefix: str) -> Iterator[BlobEntry]:
         keys = self.list(prefix)
-        return (entry for key in keys if (entry := _entry(self._objects / key, key)))
+        return _watched(entry for key in keys if (entry := _entry(self._objects / key, key)))
 
     def url(self, key: str) -> str:
         return str(self._path(key))
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        with _denied(), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
         # Remove empty folders: a leftover folder would block its name as a key.
         with contextlib.suppress(OSError):  # stops at the first one that is not empty or already gone
@@ -362,12 +374,13 @@ class FolderBlobs(BlobStore):
                 (self._objects / folder).rmdir()
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
-        found = [_entry(path, path.name) for path in self._temp.glob(f"{_UNFINISHED}*")]
-        # Age is the time of the last write, so a slow put in progress is not removed.
-        stale = [entry.key for entry in found if entry and entry.modified < older_than]
-        if not dry_run:
-            for name in stale:
-                (self._temp / name).unlink(missing_ok=True)
+        with _denied():
+            found = [_entry(path, path.name) for path in self._temp.glob(f"{_UNFINISHED}*")]
+            # Age is the time of the last write, so a slow put in progress is not removed.
+            stale = [entry.key for entry in found if entry and entry.modified < older_than]
+            if not dry_run:
+                for name in stale:
+                    (self._temp / name).unlink(missing_ok=True)
         return len(stale)
 
     def _path(self, key: str) -> Path:
@@ -375,8 +388,10 @@ class FolderBlobs(BlobStore):
         return self._objects / key
 
     def _opened(self, key: str) -> BinaryIO:
+        path = self._path(key)
         try:
-            return self._path(key).open("rb")
+            with _denied():
+                return path.open("rb")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise BlobNotFound(key) from None
 
@@ -490,7 +505,7 @@ class S3Blobs(BlobStore):
         }
         if len(causes) == len(keys):  # all: the store is busy, rather than that these cannot be deleted
             for cause in causes.values():
-                if not _is_denied(cause) and outage(cause) is not None:
+                if not is_denied(cause) and outage(cause) is not None:
                     raise cause
         return causes
 
@@ -645,14 +660,16 @@ class _FileWriter(BlobWriter):
 
     def write(self, data: bytes) -> None:
         self._meter.add(data)
-        self._file.write(data)
+        with _denied():
+            self._file.write(data)
 
     def commit(self) -> BlobInfo:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
         try:
-            _publish(self._temp, self._target, if_absent=self._if_absent)
+            with _denied():
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                _publish(self._temp, self._target, if_absent=self._if_absent)
         except _TargetExists:
             raise BlobExists(self._key) from None
         return self._meter.info(self._key)
@@ -660,7 +677,8 @@ class _FileWriter(BlobWriter):
     def abort(self) -> None:
         with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk
             self._file.close()
-        self._temp.unlink(missing_ok=True)
+        with _denied():
+            self._temp.unlink(missing_ok=True)
 
 
 class _S3Writer(BlobWriter):
@@ -823,6 +841,27 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     rest = iter(items)
     while batch := list(itertools.islice(rest, size)):
         yield batch
+
+
+# Errors of missing rights, of an immutable file, and of a mount or a file that another program holds.
+_NO_RIGHTS = {errno.EACCES, errno.EPERM, errno.EBUSY}
+
+
+@contextmanager
+def _denied() -> Iterator[None]:
+    """Turn an error of the rights of the folder into FolderDenied; others are raised unchanged."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_RIGHTS:
+            raise
+        raise FolderDenied(error.errno, error.strerror, error.filename) from error
+
+
+def _watched(items: Iterable[T]) -> Iterator[T]:
+    """The items of a generator that reads the folder; its errors are those of `_denied`."""
+    with _denied():
+        yield from items
 
 
 class _Meter:

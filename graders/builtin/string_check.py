@@ -28,7 +28,10 @@ class StringCheck:
         except RenderError as absent:
             return Grade(None, str(absent), absent.kind)
         holds, wanted = _CHECKS[self.operation]
-        return Grade(float(holds(got, want)), f"expected {wanted.format(quoted(want))}, got {quoted(got)}")
+        reason = f"expected {wanted.format(quoted(want))}, got {quoted(got)}"
+        if not want and self.operation in ("like", "ilike"):
+            reason = f"{reason}; every answer contains an empty reference"
+        return Grade(float(holds(got, want)), reason)
 
 
 _CHECKS: dict[Operation, tuple[Callable[[str, str], bool], str]] = {

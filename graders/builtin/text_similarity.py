@@ -101,6 +101,9 @@ class TextSimilarity:
         reason = f"{score:.3f} similar to {quoted(want)}, got {quoted(got)}"
         if (why := too_short(self.evaluation_metric, want, self.tokenizer)) is not None:
             reason = f"{reason}; every answer scores 0, because the reference {why}"
+        elif ignores_words(self.evaluation_metric, want[:MAX_CHARACTERS_HERE], self.tokenizer):
+            words = " ".join(words_of(self.evaluation_metric, want[:MAX_CHARACTERS_HERE], self.tokenizer))
+            reason = f"{reason}; {self.evaluation_metric} reads only {quoted(words)} of the reference"
         return Grade(score, reason)
 
 
@@ -129,8 +132,12 @@ def ignores_words(metric: Metric, text: str, tokenizer: Tokenizer | None) -> boo
     """Return whether the metric reads other words in the text than there are by Unicode, such as "rger" in "Ärger"."""
     if metric == "fuzzy_match" or tokenizer is not None:
         return False
-    split = rouge_words if metric in _ROUGE else tokens
-    return split(text.casefold(), None) != split(text.casefold(), "unicode")
+    return words_of(metric, text.casefold(), None) != words_of(metric, text.casefold(), "unicode")
+
+
+def words_of(metric: Metric, text: str, tokenizer: Tokenizer | None) -> list[str]:
+    """Return the words that a metric of words compares."""
+    return rouge_words(text, tokenizer) if metric in _ROUGE else tokens(text, tokenizer)
 
 
 def fuzzy_match(a: str, b: str) -> float:

@@ -45,6 +45,7 @@ from regraft._rules.foreign_files import (
     GZIP,
     HEAD_BYTES,
     JSON_ARRAY,
+    JSON_COLUMNS,
     PARQUET,
     PRETTY_JSON,
     RESULTS,
@@ -58,6 +59,7 @@ from regraft._rules.foreign_files import (
     encoding_of,
     has_turns,
     is_labeled_completion,
+    json_cell,
     repeats_an_answer,
     rows_of_columns,
     truth_of,
@@ -79,8 +81,6 @@ _ROLES = {
 }
 _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
 _SYSTEMS = ("system", "system_prompt")
-# Columns of CSV files whose cells are JSON.
-_JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _BAD_ANSWER, _NO_ANSWER = "whose label is false", "without an answer"
 # Suffixes of compressed files, by their format.
@@ -368,7 +368,7 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
             names = len(layout.columns)
             yield LineError(number, f"has {len(cells)} cells, and line {first} has {names} names")
             continue
-        row = {name: _cell(name, cell) for name, cell in zip(layout.columns, cells, strict=True)}
+        row = {name: json_cell(name, cell) for name, cell in zip(layout.columns, cells, strict=True)}
         row.pop("", None)
         if (name := next((name for name, value in row.items() if _is_python(name, value)), None)) is not None:
             yield LineError(
@@ -380,18 +380,9 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
         raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
 
 
-def _cell(name: str, cell: str) -> Any:
-    if name.lower() not in _JSON_COLUMNS:
-        return cell
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return cell
-
-
 def _is_python(name: str, value: Any) -> bool:
     """Whether a cell that should be JSON has a list as str() writes it."""
-    return name.lower() in _JSON_COLUMNS and isinstance(value, str) and value.lstrip().startswith("[{'")
+    return name.lower() in JSON_COLUMNS and isinstance(value, str) and value.lstrip().startswith("[{'")
 
 
 @contextmanager

@@ -59,6 +59,13 @@ def test_an_unknown_url(api: TestClient) -> None:
     assert envelope(api.get("/v1/nothing"), 404)["message"] == "Invalid URL (GET /v1/nothing)"
 
 
+@pytest.mark.parametrize("path", ["/v1/v1/models", "/openai/v1/v1/models"])
+def test_a_base_url_with_v1_twice_is_named(api: TestClient, path: str) -> None:
+    assert envelope(api.get(path), 404)["message"] == (
+        f"Invalid URL (GET {path}); the path has /v1 twice: check the client's base URL"
+    )
+
+
 def test_a_method_that_the_url_does_not_have(api: TestClient) -> None:
     answer = api.put(JOBS)
 
@@ -96,7 +103,7 @@ def test_a_path_that_only_an_id_of_another_route_matches_is_an_unknown_url(
     error = envelope(answer, 404)
     assert (error["code"], error["message"]) == (
         "unknown_url",
-        f"Invalid URL ({method} {path.replace('/openai/', '/v1/')})",
+        f"Invalid URL ({method} {path})",
     )
     assert "allow" not in answer.headers
 

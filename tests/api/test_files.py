@@ -80,6 +80,12 @@ def test_a_part_of_a_file_can_be_downloaded(api: TestClient, asked: str, start: 
     assert answer.headers["content-range"] == f"bytes {start}-{end - 1}/{len(BYTES)}"
 
 
+def test_a_download_has_no_head(api: TestClient) -> None:
+    file_id = post(api, BYTES, purpose="user_data").json()["id"]
+
+    assert api.head(f"/v1/files/{file_id}/content").status_code == 405
+
+
 @pytest.mark.parametrize("asked", ["bytes=256000-", "bytes=-0"])
 def test_a_part_beyond_the_end_of_a_file_is_refused(api: TestClient, asked: str) -> None:
     file_id = post(api, BYTES, purpose="user_data").json()["id"]
@@ -409,7 +415,7 @@ def test_training_data_that_no_job_reads_is_refused_and_leaves_nothing_behind(
     assert refused.status_code == 400
     assert refused.json()["error"] == {
         "message": "train.csv is not a dataset: the file is CSV with the columns question, answer; write one object "
-        "per line. `regraft convert FILE --to rft|sft|dpo` does that.",
+        "per line. `regraft convert FILE --to rft|sft` does that.",
         "type": "invalid_request_error",
         "param": "file",
         "code": "invalid_file_format",
@@ -515,6 +521,16 @@ def test_a_form_without_a_file_is_refused(api: TestClient) -> None:
     answer = api.post("/v1/files", data={"purpose": "fine-tune"}, files={"other": b"x"})
 
     assert answer.status_code == 400
+
+
+def test_a_form_with_a_field_twice_is_refused(api: TestClient) -> None:
+    parts: Any = [("purpose", (None, "fine-tune")), ("purpose", (None, "evals")), ("file", ("a.jsonl", ROW))]
+
+    answer = api.post("/v1/files", files=parts)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "The form has 'purpose' twice."
+    assert answer.json()["error"]["param"] == "purpose"
 
 
 HALF = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nhalf a fi'

@@ -19,6 +19,7 @@ from graders.backends import Backends
 from graders.judge.judges import JudgeModel
 from tests.api.conftest import House
 from tests.api.test_chat import served
+from tests.api.test_previews import WithoutDescriptors
 from tests.graders.servers import serving, verdict
 
 AUDIT, AUDITS = "/regraft/graders/audit", "/regraft/grader_audits"
@@ -92,6 +93,16 @@ def audited(web: httpx.Client, **asked: Any) -> dict[str, Any]:
     made = ended(web, created(web, **asked))
     assert made["status"] == "completed", made
     return made
+
+
+def test_an_audit_that_cannot_grade_for_want_of_descriptors_grades_later(house: House, file: str) -> None:
+    backends = WithoutDescriptors({})
+
+    for web in opened(house, backends):
+        made = audited(web, grader=CONTAINS, training_file=file)
+
+    assert made["progress"]["graded"] == made["progress"]["of"]
+    assert backends.opened > 1
 
 
 def test_an_audit_is_stored_with_its_report(web: httpx.Client, file: str) -> None:

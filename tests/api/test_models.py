@@ -220,6 +220,8 @@ def test_what_a_worker_has_found_is_shown(api: TestClient, house: House) -> None
             "generation_prompt": False,
             "question": True,
             "question_end": True,
+            "header": True,
+            "history": True,
             "answer": True,
             "system_role": "ignored",
             "alternation": False,

@@ -1,11 +1,13 @@
-"""Faults of a blob store and of a database: each ends in success, or in a wait that ends when the fault ends."""
+"""Faults of blob stores and of a database: each ends in success, or in a wait that ends when the fault ends."""
 
 import itertools
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import boto3
 import pytest
@@ -15,7 +17,9 @@ from sqlalchemy import make_url, text
 from core.database.engine import Database
 from core.outages import Resource, outage
 from core.retry import RetryPolicy
-from core.storage.store import BlobNotFound, FailedCleanups, S3Blobs
+from core.settings import Settings
+from core.storage.self_test import self_test
+from core.storage.store import BlobNotFound, BlobStore, FailedCleanups, FolderBlobs, NotDeleted, S3Blobs
 from tests.proxies import ALL_S3_MODES, RESET, SILENT, S3Proxy, TcpProxy
 from tests.servers import Postgres, ReplicatedPostgres, SeaweedFS
 
@@ -71,7 +75,7 @@ class Fault:
         return RetryPolicy(600.0, self.resources.append, wait=self.wait)
 
 
-def used(store: S3Blobs) -> None:
+def used(store: BlobStore) -> None:
     """Everything that the service does with a store."""
     store.put_bytes("new/a", b"first")
     store.put_bytes("new/manifest", b"once") if not present(store, "new/manifest") else None
@@ -83,7 +87,7 @@ def used(store: S3Blobs) -> None:
     store.discard_prefix("new/")
 
 
-def present(store: S3Blobs, key: str) -> bool:
+def present(store: BlobStore, key: str) -> bool:
     try:
         store.size(key)
     except BlobNotFound:
@@ -159,6 +163,74 @@ def test_a_wait_that_outlasts_the_patience_raises_the_last_error(
         policy(lambda: store.read("a"))
 
     assert outage(error.value) is Resource.BLOB_STORE
+
+
+# A folder.
+
+USER = 54321  # root, as which tests may run, has every right
+# The path in the folder, and its mode.
+FOLDER_MODES = {
+    "no rights": (".", 0o000),
+    "no right to write": ("tmp", 0o500),
+    "no right to put": ("objects", 0o500),
+    "no right to list": ("objects/old", 0o300),
+    "no right to get": ("objects/old/a", 0o000),
+    "no rights to the objects": ("objects", 0o000),
+}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of a user who is not root; the test runs as that user."""
+    with tempfile.TemporaryDirectory() as name:
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(name, USER, USER)
+            os.seteuid(USER)
+        try:
+            yield Path(name)
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode", FOLDER_MODES)
+def test_missing_rights_to_a_folder_are_waited_for(folder: Path, mode: str) -> None:
+    store = FolderBlobs(folder)
+    store.put_bytes("old/a", b"old")
+    path, rights = FOLDER_MODES[mode]
+    usual = (folder / path).stat().st_mode
+    (folder / path).chmod(rights)
+    fault = Fault(lambda: (folder / path).chmod(usual))
+
+    def use() -> None:
+        used(store)
+        assert list(store.list("old/")) == ["old/a"]
+        assert store.read("old/a") == b"old"
+
+    fault.retry()(use)
+
+    assert fault.waits == 3
+
+
+def test_a_folder_without_rights_is_refused_at_the_start_by_its_setting(folder: Path) -> None:
+    store = FolderBlobs(folder)
+    store.put_bytes("old/a", b"old")
+    (folder / "tmp").chmod(0o500)
+
+    assert self_test(store, "new").setting(Settings()) == "REGRAFT_BLOB_URL"
+
+
+def test_a_file_that_may_not_be_deleted_keeps_no_other(folder: Path) -> None:
+    store = FolderBlobs(folder)
+    for key in ("a/1", "b/1", "c/1"):
+        store.put_bytes(key, b"x")
+    (folder / "objects/b").chmod(0o500)
+
+    with pytest.raises(NotDeleted):
+        store.delete_many(["a/1", "b/1", "c/1"])
+
+    assert list(store.list("")) == ["b/1"]
 
 
 # PostgreSQL.

@@ -13,6 +13,15 @@ from worker.cli import service
 from worker.cli.parser import UsageError
 
 SETTINGS = sorted(Settings.model_fields)
+# Each setting that is a URL or has URLs, with a valid value. database_url is read by its drivers, when they connect.
+URLS = {
+    "broker_url": "redis://{}/0",
+    "inference_url": "http://{}/v1",
+    "otlp_endpoint": "http://{}",
+    "s3_endpoint_url": "http://{}",
+    "samplers": '{{"qwen": ["http://{}"]}}',
+}
+PATHS = [name for name, field in Settings.model_fields.items() if "Path" in str(field.annotation)]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -31,6 +40,76 @@ def test_what_other_tools_make_of_a_value_is_refused_by_the_name_of_its_variable
 
     said = problems(untyped(invalid.value))
     assert said.startswith((f"REGRAFT_{name.upper()}: ", f"REGRAFT_{name.upper()}.")) and value not in said
+
+
+def test_every_setting_that_is_a_url_is_in_the_table_of_urls() -> None:
+    named = {name for name in SETTINGS if name.endswith(("_url", "endpoint"))}
+
+    assert (
+        named - {"database_url", "blob_url"} <= URLS.keys()
+    )  # a blob store's host is a bucket, without a port
+
+
+@pytest.mark.parametrize("name", URLS)
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("host:port", "a port between 1 and 65535"),
+        ("host:99999", "a port between 1 and 65535"),
+        ("host:", "a port between 1 and 65535"),
+        ("::1:8100", "write an IPv6 address in brackets"),
+        ("::1", "write an IPv6 address in brackets"),
+        ("[host]:8100", "must be a host name or an address"),
+    ],
+)
+def test_a_url_with_an_impossible_host_or_port_is_refused_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, address: str, said: str
+) -> None:
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", URLS[name].format(address))
+
+    with pytest.raises(ValidationError) as invalid:
+        Settings()
+
+    reported = problems(untyped(invalid.value))
+    assert reported.startswith(f"REGRAFT_{name.upper()}") and said in reported
+
+
+@pytest.mark.parametrize("name", URLS)
+@pytest.mark.parametrize("address", ["host:8100", "host", "[fd00::7]:8100", "10.0.0.7:1", "a_b.example.com"])
+def test_a_url_with_a_name_or_an_address_and_perhaps_a_port_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, name: str, address: str
+) -> None:
+    monkeypatch.setenv("REGRAFT_INFERENCE_KEY", "secret")
+    monkeypatch.setenv("REGRAFT_SAMPLERS_KEY", "secret")
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", URLS[name].format(address))
+
+    assert address in str(getattr(Settings(), name))
+
+
+@pytest.mark.parametrize("name", [*PATHS, "blob_url", "database_url"])
+@pytest.mark.parametrize("path", ["~/x", "~ana/x", "$HOME/x", "/data/${DATA}", "$(pwd)/x"])
+def test_a_path_that_only_a_shell_would_expand_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, path: str
+) -> None:
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", f"sqlite:///{path}" if name == "database_url" else path)
+
+    with pytest.raises(ValidationError) as invalid:
+        Settings()
+
+    assert problems(untyped(invalid.value)) == (
+        f"REGRAFT_{name.upper()}: only a shell expands ~ and $: write the whole path"
+    )
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket", "s3:bucket/prefix", "file:/x/y", "gs:/bucket"])
+def test_a_blob_url_without_its_slashes_is_no_folder_of_that_name(url: str) -> None:
+    with pytest.raises(ValidationError, match=r"has a scheme without ://"):
+        Settings(blob_url=url)
+
+
+@pytest.mark.parametrize("url", ["blobs", "/data/blobs", "a b:c", "s3://bucket/prefix", "file:///data/a$5"])
+def test_a_folder_and_a_url_are_blob_stores(url: str) -> None:
+    assert Settings(blob_url=url).blobs == url
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -60,6 +139,13 @@ def test_no_number_of_seconds_or_days_is_infinite(monkeypatch: pytest.MonkeyPatc
         ("broker_url", "redis+socket:///run/redis.sock", "must begin with redis://"),
         ("broker_url", "amqp://broker", "must begin with redis://"),
         ("broker_url", "redis://:p@ss/w#rd@host:6379/0", "percent-encode the password"),
+        ("broker_url", "redis://host:6379/abc", "the number of a database"),
+        ("broker_url", "redis:///0", "must be a host name or an address"),
+        ("broker_url", "memory://host:port", "a port between 1 and 65535"),
+        ("inference_url", "/abc", "is neither an address such as"),
+        ("otlp_endpoint", "/abc", "must be a URL such as"),
+        ("s3_endpoint_url", "/abc", "must be a URL such as"),
+        ("s3_endpoint_url", "http://host/abc", "String should match pattern"),
         ("broker_url", "rediss://host:6379/0?socket_timeout=3", "the unknown option 'socket_timeout'"),
         ("broker_url", "rediss://host:6379/0?ssl_cert_reqs=CERT_NONE", "required, optional, none"),
         ("broker_url", "rediss://host:6379/0?ssl_check_hostname=0", "must be true, false"),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from core.jobs import hyperparameter_groups as groups
+from core.jobs.hyperparameter_groups import Sampling, TemplateChoice
 from core.jobs.hyperparameter_places import GROUPS, PLACES, VARIANTS, with_values
 from core.jobs.hyperparameters import (
     ELSEWHERE,
@@ -444,6 +445,39 @@ def test_the_plain_log_ratio_is_accepted_with_a_warning() -> None:
 
     assert "the mean of its gradient is zero" in warning
     assert ask({"kl": 0.1, "kl_estimator": "k2"}).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("r1_zero", {"promt": "Q: {prompt}"}, "has no argument 'promt'; it has 'prompt', 'strftime_now'"),
+        ("r1_zero", {"prompt": "no placeholder"}, "has no {prompt}"),
+        ("r1_zero", {"prompt": True}, "has no {prompt}"),
+        ("plain", {"prompt": "Q: {prompt}"}, "has no argument 'prompt'"),
+    ],
+)
+def test_an_argument_that_the_named_template_does_not_read_is_refused(
+    name: str, arguments: dict[str, Any], says: str
+) -> None:
+    choice = {"chat_template": name, "chat_template_kwargs": arguments}
+
+    for group in (Sampling, TemplateChoice):
+        with pytest.raises(ValidationError, match=says):
+            group.model_validate(choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("r1_zero", {"prompt": "Q: {prompt}", "strftime_now": "2026-11-26"}),
+        ("plain", {}),
+        ("auto", {"enable_thinking": False}),
+    ],
+)
+def test_an_argument_that_a_template_may_read_is_accepted(name: str, arguments: dict[str, Any]) -> None:
+    choice = {"chat_template": name, "chat_template_kwargs": arguments}
+
+    assert TemplateChoice.model_validate(choice).chat_template_kwargs == arguments
 
 
 def test_several_greedy_answers_would_all_be_the_same() -> None:

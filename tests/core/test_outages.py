@@ -131,6 +131,7 @@ def s3(code: str, status: int = 400) -> ClientError:
         (s3("XMinioStorageFull", 507), DISK),
         (s3("QuotaExceeded", 403), DISK),
         (s3("NoSuchKey", 404), None),
+        (s3("NoSuchUpload", 404), STORE),
         (s3("404", 404), None),
         (s3("PreconditionFailed", 412), None),
         (s3("EntityTooLarge"), None),

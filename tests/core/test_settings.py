@@ -39,7 +39,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("DEFAULT_LIMITS", '{"running', "REGRAFT_DEFAULT_LIMITS: is not JSON: "),
         ("PORT", "80000", "REGRAFT_PORT: Input should be less than or equal to 65535"),
         ("BROKER_URL", "amqp://broker", "REGRAFT_BROKER_URL: must begin with redis://"),
-        ("S3_ENDPOINT_URL", "127.0.0.1:9000", "REGRAFT_S3_ENDPOINT_URL: String should match pattern"),
+        ("S3_ENDPOINT_URL", "127.0.0.1:9000", "REGRAFT_S3_ENDPOINT_URL: must be a URL such as"),
         ("KV_CACHE_GIB", "0", "REGRAFT_KV_CACHE_GIB: Input should be greater than 0, or 'auto'"),
         ("TRAIN_TOKEN_BUDGET", "some", "REGRAFT_TRAIN_TOKEN_BUDGET: Input should be a valid integer"),
         ("INFERENCE_URL", "http://inference:8100/v1", "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY"),

@@ -694,6 +694,41 @@ LEAKS: list[dict[str, Any]] = [
 ]
 
 
+LEAKS += [
+    {"type": "endpoint", name: SECRET} for name in ("auth_header", "bearer", "jwt", "github_pat", "x-jwt")
+]
+LEAKS += [
+    {"type": "unheard of", "key": SECRET},
+    {"type": "unheard of", "note": f"curl -H 'Authorization: Bearer {SECRET}' https://a.example"},
+    {"type": "unheard of", "note": f"with sk-proj-{SECRET} only"},
+    {"type": "unheard of", "notify": f"https://hooks.slack.com/services/T0/B0/{SECRET}"},
+    {"type": "endpoint", "url": f"https://discord.com/api/webhooks/1/{SECRET}"},
+]
+METADATA = {"api_key": SECRET, "token": SECRET, "key": SECRET, "hook": f"https://a.example?token={SECRET}"}
+
+
+def test_secrets_in_the_metadata_of_an_import_are_masked_and_the_rest_is_kept(client: OpenAI) -> None:
+    metadata = METADATA | {"team": "maps"}
+
+    config = {"type": "custom", "schema": {"properties": {"item": {}}}}
+    made = MADE | {"data_source_config": config, "metadata": metadata}
+
+    created = send(client, made, [RUN | {"metadata": metadata}])
+
+    eval_id, [run_id] = created["eval"]["id"], created["runs"]
+    shown: list[Any] = [
+        client.get(path, cast_to=object) for path in (f"/evals/{eval_id}", f"/evals/{eval_id}/runs/{run_id}")
+    ]
+    assert SECRET not in json.dumps([created, *shown])
+    assert [one["metadata"]["team"] for one in shown] == ["maps", "maps"]
+
+
+def test_the_metadata_of_an_eval_of_this_service_is_shown_as_it_was_sent(
+    client: OpenAI, new_eval: Callable[..., Any]
+) -> None:
+    assert new_eval(metadata={"token": "cl100k"}).metadata == {"token": "cl100k"}
+
+
 @pytest.mark.parametrize("leak", LEAKS, ids=range(len(LEAKS)))
 def test_secrets_of_an_imported_eval_are_masked_wherever_they_stand(
     client: OpenAI, leak: dict[str, Any]

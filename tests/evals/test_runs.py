@@ -313,6 +313,27 @@ def test_messages_may_be_in_the_rows(client: OpenAI, new_eval: Callable[..., Any
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.passed == 1
 
 
+def test_a_row_in_the_request_without_item_and_sample_is_itself_the_item(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    made = new_eval()
+    source: Any = completions(0) | {"source": {"type": "file_content", "content": [row(0)["item"]]}}
+    run = client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id)
+    assert item.datasource_item == row(0)["item"]
+
+
+def test_a_row_in_the_request_that_is_no_item_is_refused(
+    client: OpenAI, new_eval: Callable[..., Any]
+) -> None:
+    source: Any = completions(0) | {"source": {"type": "file_content", "content": [{"other": 1}]}}
+
+    with pytest.raises(BadRequestError, match="has the key 'other'; a row has 'item' and perhaps 'sample'"):
+        client.evals.runs.create(new_eval().id, data_source=source)
+
+
 def test_a_model_that_the_operator_names_is_asked_with_its_own_name_and_key(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:

@@ -38,6 +38,9 @@ DEFECTS = {
     "fails always": "{{ 1 // 0 }}",
     "the user's message left out": CHATML.replace("messages -%}", "messages if m.role != 'user' -%}", 1),
     "the last message left out": CHATML.replace("in messages", "in messages[:-1]", 1),
+    "another header than answers have": CHATML.replace(HEADER, HEADER.replace("assistant", "user")),
+    "earlier turns left out": CHATML.replace("in messages", "in messages[-2:]", 1),
+    "turns before the last two left out": CHATML.replace("in messages", "in messages[-4:]", 1),
     "content that is a list": CHATML.replace("m.content", "(m.content | selectattr('text') | join)", 1),
 }
 

@@ -27,8 +27,8 @@ SIMILAR = {
         (CONTAINS, "", "scores all answers 1"),
         (CONTAINS | {"operation": "ilike"}, "", "scores all answers 1"),
         (SIMILAR, "blue", "has 1 of the 2 words that rouge_2 compares: all answers score 0"),
-        (SIMILAR, "Ärger im Öl", "does not split into words"),
-        (SIMILAR | {"evaluation_metric": "bleu"}, "你好世界", "does not split into words"),
+        (SIMILAR, "Ärger im Öl", "does not read the words that are written"),
+        (SIMILAR | {"evaluation_metric": "bleu"}, "你好世界", "does not read the words that are written"),
     ],
 )
 @pytest.mark.parametrize("inside", ["alone", "multi", "select"])

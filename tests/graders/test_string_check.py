@@ -51,6 +51,12 @@ def test_the_reason_shows_both_sides() -> None:
     assert grade("like", "Rome", "Paris").reason == "expected something with 'Paris' in it, got 'Rome'"
 
 
+@pytest.mark.parametrize("operation", ["like", "ilike"])
+def test_an_empty_reference_that_every_answer_contains_is_named_in_the_reason(operation: Operation) -> None:
+    assert grade(operation, "Rome", "").reason.endswith("; every answer contains an empty reference")
+    assert "empty" not in grade(operation, "Rome", "R").reason
+
+
 def test_braces_in_the_data_do_not_disturb_the_reason() -> None:
     assert grade("eq", "{0}", "{}").reason == "expected '{}', got '{0}'"
 

@@ -1438,7 +1438,12 @@ def test_the_other_shells_scripts_are_whole(regraft: Callable[..., tuple[int, st
 
 @pytest.mark.parametrize(
     ("words", "meant"),
-    [(["job"], "'jobs'"), (["jobs", "lst"], "'list'"), (["jobs", "list", "--limt", "3"], "--limit")],
+    [
+        (["job"], "'jobs'"),
+        (["jobs", "lst"], "'list'"),
+        (["jobs", "list", "--limt", "3"], "--limit"),
+        (["migrate"], "'migrate-from-openai'"),
+    ],
 )
 def test_a_misspelled_command_or_option_gets_the_one_that_it_may_mean(
     words: list[str], meant: str, capsys: pytest.CaptureFixture[str]

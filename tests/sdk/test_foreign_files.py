@@ -1,6 +1,7 @@
 """Files in other formats get one sentence, the same on upload, in a job, from the client and in a profile."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -26,9 +27,10 @@ from regraft.literals import FileMethod
 from core.database.tables import File
 from core.jobs.job_files import BadFile
 from core.storage.datasets import MAX_TRAINING_ROWS
-from core.storage.foreign_files import TARGETS, Target, detect
+from core.storage.foreign_files import ARROW_FILE, ARROW_STREAM, PARQUET, TARGETS, ZSTD, Target, detect
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
+from tests.present import present
 from tests.sdk.conftest import GRADER, House
 from worker.supervisor import offline_validation, validation
 
@@ -568,10 +570,71 @@ def test_each_command_that_the_sentence_about_rows_names_works(
     path.write_bytes(content)
 
     assert found is not None
-    for target in () if is_container else found.targets:
+    # The rows of these are unknown until pyarrow reads them.
+    needs_pyarrow = found in (PARQUET, ARROW_FILE, ARROW_STREAM, ZSTD)
+    for target in () if needs_pyarrow else found.targets:
         assert f"{target}" in found.sentence()
         names = told(found.sentence()) if target != "rft" else {}
         assert convert(path, target, tmp_path / f"{target}.jsonl", names=names).rows > 0
+
+
+def array(rows: list[dict[str, Any]]) -> bytes:
+    return json.dumps(rows).encode()
+
+
+def pretty(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(json.dumps(row, indent=2) for row in rows).encode()
+
+
+def wrapped(rows: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"data": rows}).encode()
+
+
+def table_of(rows: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(
+        {key: one if isinstance(one, str) else json.dumps(one) for key, one in row.items()} for row in rows
+    )
+    return text.getvalue().encode()
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        array,
+        pretty,
+        wrapped,
+        table_of,
+        lambda rows: gzip.compress(lines(*rows)),
+        lambda rows: gzip.compress(array(rows)),
+        lambda rows: lines(*rows).decode().encode("utf-16"),
+        lambda rows: lines(*rows).replace(b"\n", b"\r"),
+    ],
+    ids=["array", "pretty", "data", "CSV", "gzip", "gzip of an array", "UTF-16", "CR"],
+)
+@pytest.mark.parametrize(
+    ("row", "targets"),
+    [
+        ({"messages": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}, ("rft", "sft")),
+        ({"messages": [{"role": "user", "content": "1 + 1?"}], "label": "2"}, ("rft", "sft")),
+        ({"messages": [{"role": "user", "content": "1 + 1?"}]}, ("rft",)),
+        (CHAT, ("rft", "sft")),
+        ({"prompt": "1 + 1?"}, ("rft",)),
+        ({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}, ("rft", "sft", "dpo")),
+    ],
+    ids=["rft", "rft with another field", "a prompt", "a chat", "prompt", "preferences"],
+)
+def test_the_sentence_about_a_file_names_the_commands_that_its_rows_allow(
+    row: dict[str, Any], targets: tuple[Target, ...], put: Callable[..., bytes], tmp_path: Path
+) -> None:
+    found = present(detect([put([row] * TWELVE)]))
+
+    assert found.targets == targets
+    for target in targets:
+        names = {"answer": "label"} if found.lacks_answer and target != "rft" else {}
+        assert len(convert_text(tmp_path, put([row] * TWELVE), target, **names)) == TWELVE
 
 
 def convert_text(folder: Path, content: bytes, target: Target, **names: str) -> list[dict[str, Any]]:

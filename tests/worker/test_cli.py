@@ -202,6 +202,19 @@ def test_no_process_with_a_worker_starts_where_its_gpu_cannot_be_used(
     assert not (quiet_start / "regraft.db").exists()
 
 
+@pytest.mark.parametrize("command", ["api", "worker"])
+def test_a_process_without_a_broker_is_refused_before_it_makes_or_binds_anything(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("REGRAFT_BROKER_URL", "memory://")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("REGRAFT_METRICS_PORT", str(other.getsockname()[1]))
+
+        assert "memory:// works only within one process" in refused([command], capsys)
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.parametrize("option", ["--port", "--metrics-port"])
 def test_a_port_in_use_ends_the_start_before_anything_else(
@@ -211,6 +224,8 @@ def test_a_port_in_use_ends_the_start_before_anything_else(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if name in ("api", "worker"):
+        monkeypatch.setenv("REGRAFT_BROKER_URL", "redis://127.0.0.1:9/0")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         argv = SERVICES[name]
@@ -310,6 +325,7 @@ def test_a_number_that_is_no_port_is_refused(
 
 def test_a_misspelled_command_gets_the_one_that_it_may_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'worker'?" in refused(["wrker"], capsys)
+    assert "did you mean 'environments'?" in refused(["env"], capsys)
     assert "did you mean 'up'?" in refused(["uo"], capsys)
     assert "argument --port: 'abc' is no port" in refused(["up", "--port", "abc"], capsys)
     assert "did you mean --port?" in refused(["up", "--prot", "8650"], capsys)

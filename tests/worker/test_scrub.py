@@ -10,7 +10,7 @@ import pytest
 
 from core.database.engine import Database
 from core.database.tables import Checkpoint, File, ScrubRound
-from core.storage.store import FolderBlobs, StoreEmpty
+from core.storage.store import FolderBlobs, FolderDenied, StoreEmpty
 from tests import factories
 from worker.supervisor.scrub import (
     DAY,
@@ -272,7 +272,7 @@ def test_what_could_not_be_read_while_the_store_was_away_is_read_afterwards(
 class Forbidden(Reads):
     def open(self, key: str, **options: int) -> Iterator[bytes]:
         if key.endswith("/1"):
-            raise PermissionError(errno.EACCES, "Permission denied", key)
+            raise FolderDenied(errno.EACCES, "Permission denied", key)
         return super().open(key, **options)
 
 
@@ -286,7 +286,7 @@ def test_an_object_that_the_store_refuses_to_read_does_not_stop_the_round(
     clock.go(5 * DAY)
 
     for _ in range(MAX_TRIES - 1):
-        with pytest.raises(PermissionError):
+        with pytest.raises(FolderDenied):
             one.scrub()
         clock.go(PAUSE_SECONDS)
     one.scrub()

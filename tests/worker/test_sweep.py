@@ -12,7 +12,7 @@ import pytest
 from core.database.tables import File, RolloutPage, Upload, UploadPart
 from core.jobs import lifecycle, run_logs
 from core.settings import Settings
-from core.storage.store import BlobEntry, BlobStore, FolderBlobs, S3Blobs
+from core.storage.store import BlobEntry, BlobStore, FolderBlobs, FolderDenied, S3Blobs
 from tests.servers import SeaweedFS
 from tests.worker.conftest import Bench
 from worker.cli import main, service
@@ -365,7 +365,7 @@ class Locked(FolderBlobs):
 
     def delete(self, key: str) -> None:
         if key.endswith("locked"):
-            raise PermissionError(errno.EPERM, "Operation not permitted")
+            raise FolderDenied(errno.EPERM, "Operation not permitted")
         super().delete(key)
 
 

@@ -162,8 +162,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: Iterable[str]) -> str | None:
+    known = list(known)
+    begun = [name for name in known if len(word) >= 3 and name.startswith(word)]
+    if len(begun) == 1:  # the first word of a longer name, such as `migrate`
+        return begun[0]
     # One wrong letter is half of a word of two, such as `uo`.
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.5 if len(word) <= 2 else 0.6)), None)
+    return next(iter(get_close_matches(word, known, n=1, cutoff=0.5 if len(word) <= 2 else 0.6)), None)
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ def up(arguments: argparse.Namespace) -> int:
 
 def api(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
+    require_broker(settings)
     with _api_port(settings) as (settings, port), service_metrics(settings) as add_collector:
         backends = _backends(settings)
-        require_broker(settings)
         check_packages(settings)
         check_store(settings)
         prepare(settings)
@@ -152,8 +152,9 @@ def worker(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
     if arguments.jobs is not None:
         return run_jobs(settings, arguments.jobs, arguments.exit_when_idle)
+    require_broker(settings)
     with service_metrics(settings) as add_collector:
-        backends = prepare_worker(settings, require_broker)
+        backends = prepare_worker(settings, check_broker=None)
         return work(settings, backends, add_collector)
 
 
@@ -375,7 +376,7 @@ def prepare_worker(
     The files and settings that the operator wrote are checked before the broker.
 
     Args:
-        check_broker: raises UsageError. None: the process uses no broker.
+        check_broker: raises UsageError. None: the process uses no broker, or has checked it.
         first_key: whether to create the first API key. Beside an API, that creates it.
 
     Returns:
