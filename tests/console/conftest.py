@@ -230,6 +230,7 @@ def create(
     suffix: str,
     texts: list[str] = QUESTIONS,
     model: str = "tiny",
+    shadow_grader: dict[str, Any] | None = None,
     **sampling: int,
 ) -> str:
     files = [
@@ -243,7 +244,8 @@ def create(
         "eval_temperature": 1.0,
     } | sampling
     asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": in_groups(advanced)}
-    method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": asked}}
+    reinforcement = {"grader": GRADER, "shadow_grader": shadow_grader, "hyperparameters": asked}
+    method: Any = {"type": "reinforcement", "reinforcement": reinforcement}
     job = client.fine_tuning.jobs.create(
         model=model, training_file=files[0], validation_file=files[1], suffix=suffix, seed=1, method=method
     )

@@ -166,7 +166,7 @@ def test_the_axis_may_be_gpu_time_or_money(
     dearest = max(one["cost"]["amount"] for one in used)
     assert float(last.inner_text()) == pytest.approx(dearest, abs=1e-3)
     logged_in.get_by_label("Axis").select_option("gpu")
-    expect(chart.locator("thead th").first).to_have_text("GPU minutes")
+    expect(chart.locator("thead th").first).to_have_text("minutes of worker time")
     most = max(one["gpu_seconds"] for one in used)
     assert float(last.inner_text()) == pytest.approx(most / 60, abs=0.02)
 

@@ -150,6 +150,25 @@ def test_the_page_of_a_job_answers_in_the_order_of_questions(
     expect(logged_in.get_by_role("heading", level=1)).to_have_text(job.fine_tuned_model)
 
 
+def test_the_scores_of_a_shadow_grader_are_beside_those_of_the_grader(
+    logged_in: Page, server: Server
+) -> None:
+    client = server.client()
+    strict = {"type": "string_check", "name": "strict", "operation": "eq", "reference": "{{item.answer}}"}
+    job = create(
+        client, epochs=1, suffix="shadowed", shadow_grader=strict | {"input": "{{sample.output_text}}"}
+    )
+    logged_in.goto(f"/#/jobs/{job}")
+
+    result = logged_in.get_by_role("region", name="Result")
+    expect(result).to_contain_text("By the shadow grader the difference is")
+    logged_in.reload()
+    expect(logged_in.locator("figure", has_text="Reward").first).to_contain_text(
+        "validation by the shadow grader"
+    )
+    expect(logged_in.locator("main")).to_contain_text("Shadow graderstrict (string check)")
+
+
 def test_the_sign_of_a_run_gives_its_reason_on_focus(logged_in: Page, finished: str) -> None:
     logged_in.goto(f"/#/jobs/{finished}")
     chip = logged_in.get_by_role("group", name="Health").get_by_role("button", name="Signal")
@@ -200,7 +219,7 @@ def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Se
     logged_in.get_by_role("button", name="Pause").click()
     expect(logged_in.locator(".badge").first).to_contain_text("paused")
     logged_in.get_by_role("button", name="Set a budget").click()
-    logged_in.get_by_label("GPU minutes").fill("90")
+    logged_in.get_by_label("Minutes of worker time").fill("90")
     logged_in.get_by_role("button", name="Save").click()
     expect(logged_in.get_by_role("progressbar", name="Used of the budget")).to_be_visible()
     assert untyped(client.fine_tuning.jobs.retrieve(job)).budget["gpu_seconds"] == 5400

@@ -201,7 +201,7 @@ def test_usage_is_reported_by_day_and_model_and_job(
     table = logged_in.get_by_role("region", name="Usage", exact=True)
 
     expect(table.locator("tfoot td").nth(1)).to_have_text(f"{sampled:,}")
-    expect(logged_in.get_by_role("img", name="GPU time of each day")).to_be_visible()
+    expect(logged_in.get_by_role("img", name="Worker time of each day")).to_be_visible()
     expect(logged_in.get_by_role("region", name="Limits")).to_contain_text("6,000")
     accessible(logged_in)
     logged_in.get_by_label(re.compile("^By")).select_option("model")

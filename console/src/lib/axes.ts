@@ -29,7 +29,7 @@ export function axesOf(jobs: Job[]): Record<string, Axis> {
   return {
     step: { label: "step", digits: 0, of: () => 1 },
     tokens: { label: "tokens", digits: 0, of: (step) => value(step.sampled_tokens) || value(step.trained_tokens) },
-    gpu: { label: "GPU minutes", digits: 2, of: (step) => gpuSeconds(step) / 60 },
+    gpu: { label: "minutes of worker time", digits: 2, of: (step) => gpuSeconds(step) / 60 },
     minutes: { label: "minutes", digits: 2, of: (step) => seconds(step) / 60 },
     ...(price && { money: { label: price.currency, digits: 4, of: (step: Step, job: Job) => gpuSeconds(step) * (rate(job)?.amount ?? 0) } }),
   };

@@ -14,13 +14,15 @@ export type Draft = {
   validationSplit: string;
   suffix: string;
   seed: string;
-  gpuSeconds: string;
+  /** The budget: minutes of worker time. */
+  minutes: string;
   grader: string;
   responseFormat: string;
   /** Texts by the path of the hyperparameter; no entry: the default. */
   hyperparameters: Record<string, string>;
-  /** Fields of a cloned job that the form does not show. */
+  /** Fields of a cloned job that the form does not show, and those of its method. */
   rest: Record<string, unknown>;
+  methodRest: Record<string, unknown>;
 };
 
 export function empty(): Draft {
@@ -33,16 +35,20 @@ export function empty(): Draft {
     validationSplit: "0.1",
     suffix: "",
     seed: "",
-    gpuSeconds: "",
+    minutes: "",
     grader: "",
     responseFormat: "",
     hyperparameters: {},
     rest: {},
+    methodRest: {},
   };
 }
 
-/** `origin`: the request that the form was filled with, with which its changes are compared. */
-export const form = $state<{ draft: Draft; from: string; origin: { name: string; request: Record<string, unknown> } | null }>({ draft: empty(), from: "", origin: null });
+/** The request that the form was filled with, with which its changes are compared. `id`: of the job that it created, or of nothing. */
+export type Origin = { name: string; id: string; request: Record<string, unknown> };
+
+/** `from`: the id of the job that the form clones. */
+export const form = $state<{ draft: Draft; from: string; origin: Origin | null }>({ draft: empty(), from: "", origin: null });
 
 /** A number, a list or an object where the text is JSON, else the text: `auto`, `cosine`. */
 export function valueOf(text: string): unknown {
@@ -77,7 +83,7 @@ export function flat(values: unknown, prefix = ""): Record<string, unknown> {
 
 /** The body of POST /fine_tuning/jobs; fields without a value are left out, and `grader` replaces an unfinished one. */
 export function body(draft: Draft, grader: Grader | null = read(draft.grader).grader): Record<string, unknown> {
-  const method: Record<string, unknown> = {};
+  const method: Record<string, unknown> = { ...draft.methodRest };
   if (draft.method === "reinforcement" && grader) method.grader = grader;
   if (Object.keys(draft.hyperparameters).length) method.hyperparameters = nested(draft.hyperparameters);
   if (draft.method === "reinforcement" && draft.responseFormat.trim()) method.response_format = valueOf(draft.responseFormat);
@@ -90,9 +96,15 @@ export function body(draft: Draft, grader: Grader | null = read(draft.grader).gr
     method: { type: draft.method, [draft.method]: method },
     suffix: draft.suffix,
     seed: draft.seed.trim() ? valueOf(draft.seed) : "",
-    budget: draft.gpuSeconds.trim() ? { gpu_seconds: valueOf(draft.gpuSeconds) } : "",
+    budget: draft.minutes.trim() ? { gpu_seconds: secondsOf(draft.minutes) } : "",
   };
   return Object.fromEntries(Object.entries(made).filter(([, value]) => value !== ""));
+}
+
+/** A text that is no number is sent as it is, and the server says what is wrong with it. */
+function secondsOf(minutes: string): unknown {
+  const value = valueOf(minutes);
+  return typeof value === "number" ? 60 * value : value;
 }
 
 /** The form of the request that created a job. */
@@ -100,14 +112,14 @@ export async function clone(id: string): Promise<Draft> {
   return draftOf(await get<Record<string, unknown>>(`/regraft/jobs/${id}/request`));
 }
 
-type Asked = { grader?: unknown; hyperparameters?: unknown; response_format?: unknown };
+type Asked = { grader?: unknown; hyperparameters?: unknown; response_format?: unknown } & Record<string, unknown>;
 
 /** The form of a request; fields that it does not show are in `rest`. */
 export function draftOf(request: Record<string, unknown>): Draft {
   const { model, training_file, validation_file, validation_split, method, suffix, seed, budget, ...rest } = request;
   const type = (method as { type: MethodName }).type;
-  const asked = (method as Record<string, Asked | undefined>)[type] ?? {};
-  const given = asked.hyperparameters ? flat(asked.hyperparameters) : {};
+  const { grader, hyperparameters, response_format, ...methodRest } = (method as Record<string, Asked | undefined>)[type] ?? {};
+  const given = hyperparameters ? flat(hyperparameters) : {};
   const seconds = (budget as { gpu_seconds?: number } | undefined)?.gpu_seconds;
   return {
     ...empty(),
@@ -119,15 +131,16 @@ export function draftOf(request: Record<string, unknown>): Draft {
     validationSplit: text(validation_split) || "0.1",
     suffix: text(suffix),
     seed: text(seed),
-    gpuSeconds: text(seconds),
-    grader: asked.grader ? JSON.stringify(asked.grader, null, 2) : "",
-    responseFormat: asked.response_format ? JSON.stringify(asked.response_format, null, 2) : "",
+    minutes: typeof seconds === "number" ? String(seconds / 60) : text(seconds),
+    grader: grader ? JSON.stringify(grader, null, 2) : "",
+    responseFormat: response_format ? JSON.stringify(response_format, null, 2) : "",
     hyperparameters: Object.fromEntries(
       Object.entries(given)
         .filter(([, value]) => value !== null)
         .map(([path, value]) => [path, text(value)]),
     ),
     rest: budget && seconds === undefined ? { ...rest, budget } : rest,
+    methodRest: Object.fromEntries(Object.entries(methodRest).filter(([, value]) => value !== null)),
   };
 }
 
@@ -136,7 +149,12 @@ function text(value: unknown): string {
 }
 
 const METHODS: string[] = ["reinforcement", "supervised", "dpo", "reward_model"];
-const OF_THE_METHOD = ["grader", "hyperparameters", "response_format"];
+const OF_THE_METHOD = ["grader", "shadow_grader", "hyperparameters", "response_format", "tools", "max_episode_steps"];
+
+const GRADERS = [
+  ["grader", "grader", "paste it below"],
+  ["shadow_grader", "shadow grader", "the form has none, so create the job with regraft jobs create -f FILE to keep it"],
+] as const;
 
 /** The form of a job file in JSON or TOML (docs/howto/cli.md), and what of it the form cannot take over. */
 export async function imported(content: string): Promise<{ draft: Draft; notes: string[] }> {
@@ -148,20 +166,24 @@ export async function imported(content: string): Promise<{ draft: Draft; notes: 
     notes.push(`The job is the stage “${text(stages[0]!.name)}” of a pipeline, whose other stages are left out.`);
     fields = stages[0]!.job as Record<string, unknown>;
   }
-  const { grader, hyperparameters, response_format, method, ...rest } = fields;
-  const top = Object.fromEntries(Object.entries({ grader, hyperparameters, response_format }).filter(([, value]) => value !== undefined)) as Asked;
+  const { method, ...others } = fields;
+  const isOfTheMethod = ([name]: [string, unknown]): boolean => OF_THE_METHOD.includes(name);
+  const top = Object.fromEntries(Object.entries(others).filter(isOfTheMethod)) as Asked;
+  const rest = Object.fromEntries(Object.entries(others).filter((entry) => !isOfTheMethod(entry)));
   const kind = (method ?? {}) as Record<string, unknown>;
   const type = text(kind.type) || (top.grader !== undefined || kind.reinforcement !== undefined ? "reinforcement" : "supervised");
   if (!METHODS.includes(type)) throw new Error(`The form has no ${type} jobs. Create it with: regraft jobs create -f FILE`);
   const twice = OF_THE_METHOD.find((name) => name in top && name in ((kind[type] ?? {}) as object));
   if (twice) throw new Error(`${twice} is given at the top level and in the method.`);
   const inner: Asked = { ...((kind[type] ?? {}) as Asked), ...top };
-  if (typeof inner.grader === "string") {
-    const stored = /^stored:([^@]+)(?:@(.+))?$/.exec(inner.grader);
-    if (stored) inner.grader = { type: "stored", name: stored[1], ...(stored[2] ? { version: stored[2] } : {}) };
+  for (const [name, label, remedy] of GRADERS) {
+    const value = inner[name];
+    if (typeof value !== "string") continue;
+    const stored = /^stored:([^@]+)(?:@(.+))?$/.exec(value);
+    if (stored) inner[name] = { type: "stored", name: stored[1], ...(stored[2] ? { version: stored[2] } : {}) };
     else {
-      notes.push(`The grader is in ${inner.grader}: paste it below.`);
-      delete inner.grader;
+      notes.push(`The ${label} is in ${value}: ${remedy}.`);
+      delete inner[name];
     }
   }
   for (const name of ["training_file", "validation_file"]) {

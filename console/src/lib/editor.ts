@@ -228,7 +228,7 @@ export function mount(host: HTMLElement, shown: Shown, offers: Offers, onchange:
   let current = shown;
 
   const named = (one: Shown): Extension =>
-    EditorView.contentAttributes.of({ "aria-label": one.label, "aria-description": one.description, "aria-invalid": String(one.isInvalid), spellcheck: "false", autocapitalize: "off" });
+    EditorView.contentAttributes.of({ "aria-label": one.label, "aria-description": one.description, "aria-invalid": String(one.isInvalid), spellcheck: "false", autocapitalize: "off", tabindex: "0" }); // tabindex: a box that scrolls has to be reached by keyboard
 
   const languages: Record<Language, () => Extension> = {
     json: () => [json(), jsonLanguage.data.of({ autocomplete: (context: CompletionContext) => complete(context, offers) })],

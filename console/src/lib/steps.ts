@@ -87,6 +87,7 @@ export const NAMES = [
     "train_mean_reward",
     "full_valid_mean_reward",
     "full_valid_stderr",
+    "full_valid_shadow_mean_reward",
     "timing.step",
     "scores.graders",
     ...[...SAMPLED, ...FROM_FILES].flatMap((chart) => chart.metrics.map(([, name]) => name)),
