@@ -89,7 +89,7 @@ class Hardware(BaseModel):
             raise InvalidHardware(f"{file}: {cause}") from cause
 
     def of(self, gpu_class: str) -> GpuClass:
-        """What is known of a class; nothing of one that is not in the file."""
+        """Return what the file says of a class, and a `GpuClass` without values for any other."""
         return self.gpu_classes.get(gpu_class, GpuClass())
 
     @property
