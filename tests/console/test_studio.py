@@ -396,7 +396,7 @@ def test_selected_rollouts_are_downloaded_and_become_golden_cases(
     checked: Any = server.client().post("/regraft/graders/picked/check", body={}, cast_to=object)
     assert checked["failed"] == 0
     page.get_by_label("Select all shown answers").check()
-    expect(page.get_by_text(f"{listed.locator('tbody tr').count()} selected")).to_be_visible()
+    expect(page.get_by_text(f"{listed.locator('tbody tr[aria-selected]').count()} selected")).to_be_visible()
     page.get_by_role("button", name="Clear").click()
     expect(page.get_by_role("region", name="Selection")).to_have_count(0)
 
