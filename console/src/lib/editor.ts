@@ -44,7 +44,7 @@ const raised = StateField.define<DecorationSet>({
 });
 
 const colors = HighlightStyle.define([
-  { tag: [tags.propertyName, tags.keyword, tags.definition(tags.function(tags.variableName))], color: "var(--accent)" },
+  { tag: [tags.propertyName, tags.keyword, tags.definition(tags.function(tags.variableName))], color: "var(--accent-text)" },
   { tag: [tags.string, tags.special(tags.string)], color: "var(--good)" },
   { tag: [tags.number, tags.bool, tags.null], color: "var(--violet)" },
   { tag: tags.comment, color: "var(--text-3)", fontStyle: "italic" },
@@ -228,7 +228,7 @@ export function mount(host: HTMLElement, shown: Shown, offers: Offers, onchange:
   let current = shown;
 
   const named = (one: Shown): Extension =>
-    EditorView.contentAttributes.of({ "aria-label": one.label, "aria-description": one.description, "aria-invalid": String(one.isInvalid), spellcheck: "false", autocapitalize: "off", tabindex: "0" }); // tabindex: a box that scrolls has to be reached by keyboard
+    EditorView.contentAttributes.of({ "aria-label": one.label, "aria-description": one.description, "aria-invalid": String(one.isInvalid), spellcheck: "false", autocapitalize: "off" });
 
   const languages: Record<Language, () => Extension> = {
     json: () => [json(), jsonLanguage.data.of({ autocomplete: (context: CompletionContext) => complete(context, offers) })],
