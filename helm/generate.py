@@ -23,7 +23,7 @@ OWN = {
     "models_file", "graders_file", "hardware_file",
     "inference_url", "inference_key", "inference_previous_key", "host", "port", "gpu_class", "metrics_port", "ranks",
     "nodes", "node_rank", "rendezvous", "adapter_cache_bytes", "inference_kv_cache_gib", "first_key",
-    "samplers", "samplers_key", "samplers_previous_key", "sampling_gpus", "console_hosts", "claim",
+    "samplers", "samplers_key", "samplers_previous_key", "sampling_gpus", "console_hosts", "claim", "episodes_host",
     "inference_idle_seconds",  # of `up`, which the chart does not run
 }  # fmt: skip
 # Settings that a pool of the chart may override: only the worker and its runs read them.

@@ -201,6 +201,7 @@ def test_pods_where_graders_run_reach_database_broker_store_and_names_only(compo
         ("valkey", 6379),
         ("inference", 8100),
         ("seaweedfs", 8333),
+        *([("worker", 32768)] if component == "api" else []),
     ]
 
 
@@ -217,6 +218,7 @@ def test_in_production_they_reach_the_servers_that_the_operator_named_and_what_t
         ("10.0.4.0/24", 6379),
         ("inference", 8100),
         ("10.0.5.0/24", 443),
+        *([("worker", 32768)] if component == "api" else []),
         ("10.9.9.9/32", 8443),
     ]
 
@@ -285,7 +287,8 @@ def test_with_cilium_no_rule_without_names_lets_answers_of_dns_pass_unread_or_op
     for component in ("api", "worker", "inference"):
         rules = allowed(manifests, component).get("egress", [])
         ports = {port["port"] for rule in rules for port in rule["ports"]}
-        assert ports == ({5432, 6379, 8100} if component != "inference" else set()), component
+        inside = {"api": {5432, 6379, 8100, 32768}, "worker": {5432, 6379, 8100}, "inference": set[int]()}
+        assert ports == inside[component], component
     assert "dns" in [peer for peer, _ in reached(allowed(manifests, "migrate"))]
 
 
@@ -475,8 +478,19 @@ def test_annotations_for_an_account_that_the_chart_does_not_create_are_refused(c
         render(profile("production", **{component: {"serviceAccount": account}}))
 
 
-def test_nobody_reaches_a_worker() -> None:
-    assert "ingress" not in allowed(render(profile("cpu-demo")), "worker")
+def test_only_the_api_reaches_a_worker_at_the_port_that_a_run_chose() -> None:
+    manifests = render(profile("cpu-demo"))
+    chosen = [{"port": 32768, "endPort": 60999, "protocol": "TCP"}]
+    [entry] = allowed(manifests, "worker")["ingress"]
+    ways = [rule for rule in allowed(manifests, "api")["egress"] if rule["ports"] == chosen]
+    [api], [worker, *_] = pods(manifests, "api"), pods(manifests, "worker")
+
+    assert entry["ports"] == chosen
+    [caller], [[called]] = entry["from"], [way["to"] for way in ways]
+    assert caller["podSelector"]["matchLabels"].items() <= api.labels.items()
+    assert called["podSelector"]["matchLabels"].items() <= worker.labels.items()
+    [host] = [one for one in worker.containers[0]["env"] if one["name"] == "REGRAFT_EPISODES_HOST"]
+    assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
 def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself() -> None:

@@ -152,7 +152,7 @@ _API = tuple(
 )
 _WORKER = tuple(
     """
-    claim node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds max_failures
+    claim episodes_host node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds max_failures
     failing_steps warnings max_logprob_gap torch_threads eval_concurrency rollout_bytes_per_job rollouts_per_step
     rollout_tokens_per_step keep_rollouts_days keep_checkpoints_days keep_files_days keep_audit_days orphan_hours
     scrub_days inference_max_lora_rank
