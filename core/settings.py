@@ -160,7 +160,7 @@ class Settings(BaseSettings):
     # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
-    otlp_endpoint: HttpUrlOrEmpty = Field(default="", pattern=r"^(https?://.+)?$")
+    otlp_endpoint: HttpUrlOrEmpty = Field(default="", json_schema_extra={"pattern": r"^(https?://.+)?$"})
     # Port of the Prometheus metrics (docs/howto/observability.md). Unauthenticated, so not the API's port. 0: off.
     metrics_port: int = Field(default=0, ge=0, le=65535)
     max_upload_bytes: int = 512 * 1024 * 1024

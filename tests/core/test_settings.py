@@ -139,7 +139,11 @@ def test_variables_of_the_client_the_sandbox_and_kubernetes_are_known(name: str,
 def test_a_base_model_of_the_inference_servers_that_does_not_exist_ends_the_command(
     environment: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environment(INFERENCE_URL='{"none": "http://gpu-1:8100/v1"}', INFERENCE_KEY="secret")
+    environment(
+        INFERENCE_URL='{"none": "http://gpu-1:8100/v1"}',
+        INFERENCE_KEY="secret",
+        BROKER_URL="redis://127.0.0.1:9/0",
+    )
 
     with pytest.raises(SystemExit) as ended:
         main(["api"])
@@ -208,7 +212,7 @@ def test_a_mistake_in_the_models_file_is_told_in_one_line(
         file.write_text(text)
     environment(
         MODELS_FILE=str(file),
-        BROKER_URL="memory://",
+        BROKER_URL="redis://127.0.0.1:9/0",
         INFERENCE_URL="http://127.0.0.1:9/v1",
         INFERENCE_KEY="k",
     )
