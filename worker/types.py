@@ -248,6 +248,7 @@ class GraderPart:
     type: str
     model: str | None = None  # of a judge
     compares_numbers: bool = False  # final answers as mathematics, itself or a grader inside
+    weight: float | None = None  # in the weighted sum of a multi; None: the score is no weighted sum
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from worker.run import RunOutcome
 from worker.types import Finding, Group, Prompt, Rollout
 
 
-class Unmoved:
-    """A shadow grader that shares no gain."""
+class Opposite:
+    """A shadow grader that sees a loss where the training grader sees a gain."""
 
-    name, type = "unmoved", "python"
+    name, type = "opposite", "python"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
-        return Grade(0.25)
+        return Grade(0.25 if sample.output_text == item["answer"] else 0.75)
 
 
 def run(bench: Bench, on_alarm: str) -> Any:
@@ -30,7 +30,7 @@ def run(bench: Bench, on_alarm: str) -> Any:
     advanced = {"group_size": 4, "stopping": {"on_alarm": on_alarm}}
     made = bench.run(skill=Skill(0.2), n_epochs=6, advanced=advanced)
     made.experience.valid_prompts = [*made.experience.train_prompts.prompts] * 3
-    made.experience.shadow = Shadow(Unmoved())
+    made.experience.shadow = Shadow(Opposite())
     return made
 
 
