@@ -189,7 +189,7 @@ class StepMetrics(_Part):
     )
     judge_drift: float | None = metric(
         "With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which are "
-        "graded again at each validation.",
+        "graded again at each validation, as a share of what the judges can move.",
         csv=True,
     )
     judge_drift_low: float | None = metric(

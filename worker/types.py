@@ -456,6 +456,7 @@ class Rollback:
     learning_rates: Mapping[str, float]  # by hyperparameter
     evidence: str  # a sentence for the user
     data: Mapping[str, Any]  # its numbers, and the step at which it was found
+    rule: str  # in its event: a job is returned once for each
 
 
 # How an attempt ended. interrupted: another attempt resumes the same run.

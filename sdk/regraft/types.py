@@ -1126,7 +1126,7 @@ class StepMetrics(BaseModel):
     """Its lower bound, which holds for all pairs of validations of the job together with 95 %."""
     judge_drift: float | None = None
     """With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which
-    are graded again at each validation.
+    are graded again at each validation, as a share of what the judges can move.
     """
     judge_drift_low: float | None = None
     """Its lower bound, which holds at all validations of the job together with 95 %."""

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from core.database.tables import Event
-from graders.types import Grade, Item, Sample
+from graders.types import ErrorKind, Grade, Item, Sample
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
 from worker.recording.exploits import SHOWN, pause_of
@@ -53,6 +53,7 @@ def test_pause_pauses_once_with_the_answers_that_the_shadow_grader_disagrees_wit
     assert bench.job().status == "pausing"
     [paused] = told(bench, "Pausing fine-tuning job at an alarm (stopping.on_alarm). Shadow divergence")
     assert paused.data["alarm"] == "shadow_divergence"
+    assert paused.data["rule"] == "shadow_divergence"  # which outlives the events of steps that are repeated
     [first, *_] = paused.data["answers"]
     assert (first["score"], first["shadow_score"]) == (1.0, 0.25)
     assert first["text"] in ("red", "green", "blue", "cat")
@@ -90,3 +91,13 @@ def test_the_answers_of_a_pause_are_clusters_with_their_numbers() -> None:
     assert len(answers) == SHOWN
     assert (answers[0]["line"], answers[0]["score"]) == (7, 1.0)
     assert "shadow_score" not in answers[0]
+
+
+def test_answers_that_the_shadow_grader_could_not_grade_are_not_shown() -> None:
+    answers = tuple(Rollout((1,), (-0.5,), text, "stop") for text in ("ungraded", "gamed"))
+    shadows = (Grade(None, "its server is away", ErrorKind.other_error), Grade(0.5))
+    group = Group(Prompt(7, (1,), {}), answers, (Grade(1.0), Grade(0.9)), shadows)
+
+    pause = pause_of(Finding("shadow_divergence", "It diverges.", {}), [], [group])
+
+    assert [one["text"] for one in pause.data["answers"]] == ["gamed"]
