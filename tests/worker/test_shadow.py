@@ -19,8 +19,10 @@ from tests.fakes import ExactGrader, Skill
 from tests.present import present
 from tests.worker.conftest import GRADER, Bench
 from worker.attempt import Attempt
+from worker.child import opened_shadow
 from worker.recording import monitors, shadow
 from worker.recording.exporters.threads import ExporterThreads
+from worker.refusals import UserMistake
 from worker.rollout.shadow import Shadow
 from worker.run import RunOutcome
 from worker.types import Group, Prompt, Rollout
@@ -102,7 +104,10 @@ def test_a_shadow_grader_that_fails_warns_and_the_job_succeeds(bench: Bench) -> 
 
     assert bench.job().status == "succeeded"
     assert steps[0]["full_valid_shadow_unresponsive"] == 1.0
-    assert any(one.startswith("The shadow grader could not grade 100%") for one in bench.events("warn"))
+    [message] = [
+        one for one in bench.events("warn") if one.startswith("The shadow grader could not grade 100%")
+    ]
+    assert message.endswith("No later validation can be compared with step 0 on these rows.")
 
 
 def test_a_resumed_run_compares_with_the_shadow_scores_of_step_0(bench: Bench) -> None:
@@ -138,6 +143,22 @@ def test_a_run_opens_the_shadow_grader_of_its_job(bench: Bench) -> None:
 
     [grader] = seen
     assert grader.name == "strict"
+
+
+def test_a_shadow_grader_that_cannot_be_built_is_blamed_by_its_own_path(bench: Bench) -> None:
+    with bench.database.write() as session:
+        job = session.get_one(Job, bench.job().seq)
+        job.body = {**job.body, "shadow_grader": GRADER | {"operation": "nope"}}
+
+    async def opens() -> None:
+        async with opened_shadow(bench.attempt(), Settings(data_dir=bench.tmp_path), lambda: None):
+            raise AssertionError("it was built")
+
+    bench.again()
+    with pytest.raises(UserMistake) as caught:
+        asyncio.run(opens())
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("method.reinforcement.shadow_grader")
 
 
 def groups(training: Sequence[float], shadows: Sequence[float | None]) -> list[Group]:

@@ -283,8 +283,9 @@ def shadow_ungraded(steps: Steps, bound: float) -> Found | None:
     share = steps[-1].full_valid_shadow_unresponsive
     if share is None or share <= bound:
         return None
+    until = " No later validation can be compared with step 0 on these rows." if steps[-1].step == 0 else ""
     return (
         f"The shadow grader could not grade {share:.0%} of the validation answers, so its divergence from the training "
-        "grader is not known.",
+        f"grader is not known.{until}",
         {"full_valid_shadow_unresponsive": share},
     )
