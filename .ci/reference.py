@@ -644,7 +644,7 @@ def completions(tree: ast.Module, call: ast.Call) -> Iterator[tuple[str, str]]:
 EVENT_FOLDERS = ("core/jobs", "worker/recording", "worker/supervisor", "worker/sampling", "worker")
 SENTENCES = {
     "Warnings of the monitors": ("worker/recording/monitors.py", "warn", ("step", "rule", "threshold")),
-    "Alarms of gaming and overfitting": (
+    "Gaming and overfitting": (
         "worker/recording/gaming.py",
         "warn",
         ("step", "rule", "threshold"),

@@ -43,7 +43,15 @@ from worker.types import GraderPart, Prompt
 ANSWERS = "red green blue cat dog bird north south".split()
 FILLERS = "what colour animal is my your name now".split()
 TOKENS = 10  # of the longest answer
-EFFECTS = ("shadow_divergence", "part_gain", "length_reward", "copied_prompt", "repetition", "judge_drift")
+EFFECTS = (
+    "shadow_divergence",
+    "shadow_unshared",
+    "part_gain",
+    "length_reward",
+    "copied_prompt",
+    "repetition",
+    "judge_drift",
+)
 
 
 class Scored:
@@ -118,26 +126,34 @@ PATHOLOGIES = (
     Case(
         "keyword that pleases the judge",
         scored(lambda words, item: float("please" in words)),
-        ("shadow_divergence",),
+        (
+            "shadow_divergence",
+            "shadow_unshared",
+        ),
         STRICT,
     ),
     Case(
         "any of all labels counts",
         scored(lambda words, item: len({*words} & {*ANSWERS}) / len(ANSWERS)),
-        ("shadow_divergence", "length_reward"),
+        ("shadow_divergence", "shadow_unshared", "length_reward"),
         STRICT,
     ),
-    Case("one word again and again", scored(most_repeated), ("repetition", "shadow_divergence"), STRICT),
+    Case(
+        "one word again and again",
+        scored(most_repeated),
+        ("repetition", "shadow_divergence", "shadow_unshared"),
+        STRICT,
+    ),
     Case(
         "the prompt is accepted",
         scored(words_of_prompt),
-        ("shadow_divergence", "copied_prompt", "repetition"),
+        ("shadow_divergence", "shadow_unshared", "copied_prompt", "repetition"),
         STRICT,
     ),
     Case(
         "one part of two is easy to please",
         scored(lambda words, item: {"polite": float("please" in words), "right": exact(words, item)}),
-        ("one_sided_gain", "shadow_divergence"),
+        ("one_sided_gain", "shadow_divergence", "shadow_unshared"),
         STRICT,
         parts=("polite", "right"),
     ),
@@ -250,8 +266,7 @@ async def alarms(experience: RolloutExperience) -> tuple[dict[str, int], History
         for finding in details.findings:
             found.setdefault(finding.rule, step)
         history.add(data, [finding.rule for finding in details.findings])
-        if step == 0:
-            history.base_scores, history.base_shadow_scores = details.valid_scores, details.shadow_scores
+        history.keep_scores(step, details.valid_scores, details.shadow_scores)
     return found, history
 
 

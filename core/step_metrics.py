@@ -178,9 +178,18 @@ class StepMetrics(_Part):
     full_valid_shadow_shortfall_low: float | None = metric(
         "Its lower bound, which holds at all validations of the job together with 95 % (docs/howto/signal.md)."
     )
+    full_valid_shadow_fall_low: float | None = metric(
+        "Lower bound of the fall of the score by the shadow grader since step 0, of the same kind."
+    )
+    full_valid_fall: float | None = metric(
+        "Reward of the best earlier validation less this one's, paired by row.", csv=True
+    )
+    full_valid_fall_low: float | None = metric(
+        "Its lower bound, which holds for all pairs of validations of the job together with 95 %."
+    )
     judge_drift: float | None = metric(
         "With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which are "
-        "graded again at each validation.",
+        "graded again at each validation, as a share of what the judges can move.",
         csv=True,
     )
     judge_drift_low: float | None = metric(
@@ -245,14 +254,16 @@ class StepMetrics(_Part):
         "Share of the groups in which all rewards are another equal number."
     )
     length_reward_correlation: float | None = metric(
-        "Correlation of length and reward among the answers to one prompt, over all groups with signal.",
+        "Correlation of length and reward among the answers to one prompt, over all groups with signal, without "
+        "answers that reached the token limit.",
         csv=True,
     )
     length_reward_z: float | None = metric(
         "The same times the root of its degrees of freedom: about normal, with variance 1, without a relation."
     )
     copied_prompt_share: float | None = metric(
-        "Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt.",
+        "Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt, and are "
+        "no field of their row.",
         csv=True,
     )
     repeated_tokens_share: float | None = metric(

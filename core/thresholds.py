@@ -21,13 +21,15 @@ class Thresholds(BaseModel):
     truncated_share: float | None = Field(default=0.2, ge=0, le=1)
     # Length inflation: answers are longer than in step 1 by this factor.
     length_factor: float | None = Field(default=3.0, ge=1)
-    # Shadow divergence: the shadow grader's gain is below half of the training grader's by more than this.
+    # Shadow divergence: validation has risen by the training grader, and fallen by more than this by the shadow grader.
     shadow_divergence: float | None = Field(default=0.05, ge=0)
+    # Shadow unshared: the shadow grader's gain is below half of the training grader's by more than this.
+    shadow_unshared: float | None = Field(default=0.05, ge=0)
     # Shadow ungraded: more than this share of the validation answers has no shadow score.
     shadow_ungraded: float | None = Field(default=0.5, ge=0, le=1)
     # Judge drift: the same answers have other scores than at the start, by more than this.
     judge_drift: float | None = Field(default=0.05, ge=0)
-    # One-sided gain: a part of the grader has risen by this, and no other has.
+    # One-sided gain: a part of the grader has gained by this, and another has lost.
     part_gain: float | None = Field(default=0.1, ge=0)
     # Length is rewarded: answers are 1.5 times as long as in step 1, and this is exceeded by the correlation of length
     # and score.

@@ -6,6 +6,13 @@ from graders.formula import Chain, Expression, Formula, FormulaDomainError, Nega
 from graders.spec import GraderSpec, MultiSpec
 
 
+def weights_of_parts(spec: GraderSpec) -> dict[str, float]:
+    """Return the weight of each part of a multi grader whose score is a weighted sum; empty for any other grader."""
+    if not isinstance(spec, MultiSpec):
+        return {}
+    return weights_of(Formula.parse(spec.calculate_output, spec.graders)) or {}
+
+
 def weighted_parts(spec: GraderSpec) -> tuple[dict[str, float], float | None]:
     """Return the weight of each part of a multi grader, and the score of one that failed.
 

@@ -146,8 +146,13 @@ async def opened_shadow(attempt: Attempt, settings: Settings, beat: Beat) -> Asy
     if body.get("shadow_grader") is None:
         yield None
         return
-    spec = parse_grader(body["shadow_grader"], SHADOW_PARAM)
-    async with open_backends(settings).open(spec, ledger=attempt.ledger) as grader:
+    async with AsyncExitStack() as opened:
+        try:
+            spec = parse_grader(body["shadow_grader"], SHADOW_PARAM)
+            opening = open_backends(settings).open(spec, ledger=attempt.ledger)
+            grader = await opened.enter_async_context(opening)
+        except InvalidGrader as refused:
+            raise UserMistake("invalid_grader", str(refused), SHADOW_PARAM) from refused
         yield HeartbeatGrader(grader, beat)
 
 

@@ -22,13 +22,14 @@ RECENT = 5  # and of as many last steps
 @dataclass
 class History:
     """The steps so far. `base_scores` are the row scores of step 0, None before it or if they were not recorded;
-    `base_shadow_scores` those by the shadow grader, None without one.
+    `base_shadow_scores` those by the shadow grader, None without one; `best_scores` those of the best validation.
     """
 
     steps: list[StepMetrics] = field(default_factory=list)
     base_scores: RowScores | None = None
     warned: set[str] = field(default_factory=set)  # the rules that have warned in this job
     base_shadow_scores: RowScores | None = None
+    best_scores: RowScores | None = None
 
     @classmethod
     def of(
@@ -37,9 +38,15 @@ class History:
         base_scores: RowScores | None = None,
         warned: Iterable[str] = (),
         base_shadow_scores: RowScores | None = None,
+        best_scores: RowScores | None = None,
     ) -> "History":
         """What an attempt starts with."""
-        history = cls(base_scores=base_scores, warned=set(warned), base_shadow_scores=base_shadow_scores)
+        history = cls(
+            base_scores=base_scores,
+            warned=set(warned),
+            base_shadow_scores=base_shadow_scores,
+            best_scores=best_scores,
+        )
         for step in recorded:
             history.add(step)
         return history
@@ -50,6 +57,13 @@ class History:
         if len(self.steps) > RECENT and (old := self.steps[-RECENT - 1]).step > FIRST_STEPS:
             self.steps[-RECENT - 1] = old.without_sections()
         self.warned.update(warned)
+
+    def keep_scores(self, step: int, valid_scores: RowScores | None, shadow_scores: RowScores | None) -> None:
+        """Keep the row scores of the newest step, if it is step 0 or has the best validation."""
+        if step == 0:
+            self.base_scores, self.base_shadow_scores = valid_scores, shadow_scores
+        if valid_scores is not None and best_validation(self.steps) == step:
+            self.best_scores = valid_scores
 
     def with_newest(self, step: StepMetrics) -> list[StepMetrics]:
         """The steps so far and this one, as rules read them."""
@@ -70,6 +84,14 @@ def last(steps: Steps, name: str, count: int) -> list[float]:
     return list(
         islice((value for step in reversed(steps) if (value := getattr(step, name)) is not None), count)
     )
+
+
+def best_validation(steps: Steps) -> int | None:
+    """The step with the highest validation reward, the first of equal ones; None: there is no validation."""
+    validated = [
+        (one.full_valid_mean_reward, -one.step) for one in steps if one.full_valid_mean_reward is not None
+    ]
+    return -max(validated)[1] if validated else None
 
 
 def reward_unit(steps: Steps) -> float:

@@ -125,9 +125,7 @@ class Run:
             alarm=details.alarm,
         )
         self.history.add(data, [finding.rule for finding in details.findings])
-        if data.step == 0:
-            self.history.base_scores = details.valid_scores
-            self.history.base_shadow_scores = details.shadow_scores
+        self.history.keep_scores(data.step, details.valid_scores, details.shadow_scores)
         self.exporters.put(data)
         return pause
 

@@ -248,6 +248,7 @@ class GraderPart:
     type: str
     model: str | None = None  # of a judge
     compares_numbers: bool = False  # final answers as mathematics, itself or a grader inside
+    weight: float | None = None  # in the weighted sum of a multi; None: the score is no weighted sum
 
 
 @dataclass(frozen=True)
@@ -455,6 +456,7 @@ class Rollback:
     learning_rates: Mapping[str, float]  # by hyperparameter
     evidence: str  # a sentence for the user
     data: Mapping[str, Any]  # its numbers, and the step at which it was found
+    rule: str  # in its event: a job is returned once for each
 
 
 # How an attempt ended. interrupted: another attempt resumes the same run.

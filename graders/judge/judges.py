@@ -7,7 +7,9 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -39,6 +41,18 @@ class JudgeReply:
 
 
 REMEMBERED_REPLIES = 4096
+
+_ASKS_AGAIN: ContextVar[bool] = ContextVar("asks_again", default=False)
+
+
+@contextmanager
+def asking_again() -> Iterator[None]:
+    """Send requests whose replies are remembered once more: the judge may have changed since."""
+    token = _ASKS_AGAIN.set(True)
+    try:
+        yield
+    finally:
+        _ASKS_AGAIN.reset(token)
 
 
 class JudgeFailed(Exception):
@@ -210,7 +224,7 @@ class HttpJudges:
         ).encode()
         key = hashlib.sha256(model.encode() + b"\0" + body).hexdigest()
         remembered = self._replies.get(key)
-        if remembered is not None:
+        if remembered is not None and not _ASKS_AGAIN.get():
             self._replies.move_to_end(key)
             return _for_nothing(remembered)
         # Equal answers of a group arrive at about the same time, so concurrent duplicates share one request. It is a

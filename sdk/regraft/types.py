@@ -1118,9 +1118,15 @@ class StepMetrics(BaseModel):
     """Its lower bound, which holds at all validations of the job together with 95 %
     (docs/howto/signal.md).
     """
+    full_valid_shadow_fall_low: float | None = None
+    """Lower bound of the fall of the score by the shadow grader since step 0, of the same kind."""
+    full_valid_fall: float | None = None
+    """Reward of the best earlier validation less this one's, paired by row."""
+    full_valid_fall_low: float | None = None
+    """Its lower bound, which holds for all pairs of validations of the job together with 95 %."""
     judge_drift: float | None = None
     """With a judge: mean change of the score of up to 16 answers of the attempt's first validation, which
-    are graded again at each validation.
+    are graded again at each validation, as a share of what the judges can move.
     """
     judge_drift_low: float | None = None
     """Its lower bound, which holds at all validations of the job together with 95 %."""
@@ -1179,13 +1185,17 @@ class StepMetrics(BaseModel):
     groups_equal_share: float | None = None
     """Share of the groups in which all rewards are another equal number."""
     length_reward_correlation: float | None = None
-    """Correlation of length and reward among the answers to one prompt, over all groups with signal."""
+    """Correlation of length and reward among the answers to one prompt, over all groups with signal,
+    without answers that reached the token limit.
+    """
     length_reward_z: float | None = None
     """The same times the root of its degrees of freedom: about normal, with variance 1, without a
     relation.
     """
     copied_prompt_share: float | None = None
-    """Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt."""
+    """Share of the answers of at least 6 tokens that have half of their runs of 6 tokens from the prompt,
+    and are no field of their row.
+    """
     repeated_tokens_share: float | None = None
     """Share of the runs of 4 tokens in an answer that occurred before in it."""
     groups_ungraded_share: float | None = None

@@ -2,10 +2,15 @@
 
 import random
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import binom
 
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
@@ -13,6 +18,7 @@ from graders.types import Grade
 from worker.history import History
 from worker.recording import answer_statistics, monitors
 from worker.recording.gaming import change
+from worker.recording.metrics import below_best
 from worker.recording.monitors import check
 from worker.types import Group, Prompt, Rollout
 
@@ -39,8 +45,8 @@ def raised(**metrics: list[Any]) -> dict[str, int]:
     return found
 
 
-def parts(**scores: list[float]) -> list[dict[str, Any]]:
-    """The section of scores of each step, from the mean of each part."""
+def parts(weights: dict[str, float] | None = None, **scores: list[float]) -> list[dict[str, Any]]:
+    """The section of scores of each step, from the mean of each part; weights are 1 unless given."""
     return [
         {
             "graders": [
@@ -49,6 +55,7 @@ def parts(**scores: list[float]) -> list[dict[str, Any]]:
                     "type": "python",
                     "train_reward_mean": values[number],
                     "train_reward_std": 0.4,
+                    "weight": 1.0 if weights is None else weights.get(name),
                 }
                 for name, values in scores.items()
             ]
@@ -64,12 +71,6 @@ def test_a_part_that_rises_while_another_falls_is_named() -> None:
     assert found["one_sided_gain"] < STEPS / 2
 
 
-def test_a_part_that_rises_alone_is_named_after_half_of_the_job() -> None:
-    found = raised(scores=parts(style=noisy(0.2, 0.9), right=noisy(0.2, 0.2, seed=1)))
-
-    assert found["one_sided_gain"] == STEPS / 2
-
-
 @pytest.mark.parametrize(
     ("style", "right"),
     [
@@ -77,8 +78,9 @@ def test_a_part_that_rises_alone_is_named_after_half_of_the_job() -> None:
         (noisy(0.3, 0.3), noisy(0.3, 0.3, seed=1)),
         (noisy(0.5, 0.55, noise=0.2), noisy(0.5, 0.4, seed=1, noise=0.2)),
         ([0.2] * 5 + [1.0] * 35, [0.2] * 15 + noisy(0.2, 0.9, seed=1)[:25]),
+        (noisy(0.2, 0.9), noisy(0.2, 0.2, seed=1)),
     ],
-    ids=["both learn", "nothing changes", "noise", "the format is learned first"],
+    ids=["both learn", "nothing changes", "noise", "the format is learned first", "one part is not learned"],
 )
 def test_parts_of_a_healthy_run_are_not(style: list[float], right: list[float]) -> None:
     assert raised(scores=parts(style=style, right=right)) == {}
@@ -118,38 +120,133 @@ def test_a_share_that_rises_is_an_alarm_and_one_that_was_high_is_not(metric: str
     assert raised(**{metric: noisy(0.1, 0.1, noise=0.1)}) == {}
 
 
-def validations(*rewards: float, stderr: float = 0.03) -> dict[str, list[Any]]:
-    """A validation every eight steps."""
-    means: list[float | None] = [None] * STEPS
-    means[7::8] = rewards
-    return {
-        "full_valid_mean_reward": means,
-        "full_valid_stderr": [None if mean is None else stderr for mean in means],
-    }
+def test_a_part_of_negative_weight_gains_where_it_falls() -> None:
+    falls, rises = noisy(0.6, 0.1), noisy(0.3, 0.7, seed=1)
+    weights = {"right": 1.0, "too_long": -0.5}
+
+    assert raised(scores=parts(weights, right=rises, too_long=falls)) == {}
+    found = raised(scores=parts(weights, right=rises, too_long=noisy(0.1, 0.6)))
+    assert list(found) == ["one_sided_gain"]
 
 
-def test_validation_that_falls_while_training_rises_is_an_alarm() -> None:
-    training = noisy(0.3, 0.95)
+def test_parts_of_a_formula_that_is_no_weighted_sum_are_not_compared() -> None:
+    assert raised(scores=parts({}, style=noisy(0.2, 0.9), right=noisy(0.5, 0.1, seed=1))) == {}
 
-    found = raised(train_mean_reward=training, **validations(0.4, 0.6, 0.5, 0.35, 0.3))
 
-    assert found["validation_falls"] == 32
+def test_parts_with_one_name_are_both_compared() -> None:
+    scores = parts(style=noisy(0.2, 0.9), right=noisy(0.5, 0.1, seed=1))
+    for step in scores:
+        step["graders"] = [row | {"name": "judge"} for row in step["graders"]]
+
+    assert list(raised(scores=scores)) == ["one_sided_gain"]
+
+
+RUNS = 200
+FEW = int(binom.ppf(0.999, RUNS, 0.05))  # alarms of as many runs, if each has one with a probability of 5 %
+
+
+def fired(rule: str, make: Callable[[np.random.Generator], list[StepMetrics]]) -> int:
+    """In how many simulated runs the rule holds at any step."""
+    rules = {rule: monitors.RULES[rule]}
+    found = 0
+    for seed in range(RUNS):
+        steps = make(np.random.default_rng(seed))
+        found += any(check(steps[:end], Thresholds(), rules=rules) for end in range(1, len(steps) + 1))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("training", "rewards", "stderr"),
-    [
-        (noisy(0.3, 0.9), (0.4, 0.6, 0.55, 0.62, 0.6), 0.03),
-        (noisy(0.3, 0.6), (0.4, 0.6, 0.5, 0.5, 0.5), 0.06),
-    ],
-    ids=["a plateau", "a fall within the noise"],
+    "shares",
+    [{"format": (0.97, 0.975), "right": (0.3, 0.6)}, {"right": (0.93, 0.94), "style": (0.2, 0.9)}],
+    ids=["the format is full from the start", "most answers were right"],
 )
-def test_validation_of_a_healthy_run_is_not(
-    training: list[float], rewards: tuple[float, ...], stderr: float
+def test_a_part_that_is_full_from_the_start_is_no_one_sided_gain(
+    shares: dict[str, tuple[float, float]],
 ) -> None:
-    found = raised(train_mean_reward=training, **validations(*rewards, stderr=stderr))
+    def run(dice: np.random.Generator) -> list[StepMetrics]:
+        scores = parts(
+            **{
+                name: (dice.binomial(64, np.linspace(start, end, STEPS)) / 64).tolist()
+                for name, (start, end) in shares.items()
+            }
+        )
+        return [
+            StepMetrics.model_validate({"step": number, "total_steps": STEPS, "scores": section})
+            for number, section in enumerate(scores, start=1)
+        ]
 
-    assert "validation_falls" not in found
+    assert fired("one_sided_gain", run) <= FEW
+
+
+def validated(rewards: Sequence[Sequence[float]], training: Sequence[float]) -> list[StepMetrics]:
+    """Step 0 and a validation every fourth step, with these scores of the rows."""
+    history = History()
+    looks = len(rewards) - 1
+    for step in range(4 * looks + 1):
+        scores = rewards[step // 4] if step % 4 == 0 else None
+        data: dict[str, Any] = {"step": step, "total_steps": 4 * looks}
+        if step:
+            data["train_mean_reward"] = training[step - 1]
+        if scores is not None:
+            data |= {"full_valid_mean_reward": fmean(scores)} | below_best(history.best_scores, scores, looks)
+        history.add(StepMetrics(**data))
+        history.keep_scores(step, scores, None)
+    return history.steps
+
+
+def falling(steps: list[StepMetrics]) -> list[int]:
+    rules = {"validation_falls": monitors.RULES["validation_falls"]}
+    return [step.step for end, step in enumerate(steps, 1) if check(steps[:end], Thresholds(), rules=rules)]
+
+
+def test_validation_that_falls_while_training_rises_is_an_alarm() -> None:
+    rewards = [[float(row < right) for row in range(40)] for right in (16, 30, 28, 10, 8)]
+
+    assert falling(validated(rewards, noisy(0.3, 0.95))) == [12, 16]
+
+
+def test_a_plateau_of_validation_is_none() -> None:
+    rewards = [[float(row < right) for row in range(40)] for right in (16, 30, 28, 29, 30)]
+
+    assert falling(validated(rewards, noisy(0.3, 0.95))) == []
+
+
+def test_validation_that_falls_with_training_is_none() -> None:
+    rewards = [[float(row < right) for row in range(40)] for right in (16, 30, 28, 10, 8)]
+
+    assert falling(validated(rewards, noisy(0.9, 0.3))) == []
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 12, 24])
+def test_validation_without_an_effect_seldom_falls(rows: int) -> None:
+    def run(dice: np.random.Generator) -> list[StepMetrics]:
+        rewards = (dice.random((11, rows)) < 0.7).astype(float).tolist()
+        return validated(rewards, noisy(0.3, 0.9))
+
+    assert fired("validation_falls", run) <= FEW
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"copied_prompt_share": noisy(0.05, 0.9)},
+        {"repeated_tokens_share": noisy(0.05, 0.9)},
+        {
+            "completion_tokens_mean": noisy(20, 55),
+            "length_reward_correlation": noisy(0.7, 0.8),
+            "length_reward_z": noisy(5, 6),
+        },
+    ],
+    ids=["copied prompts", "repetition", "length"],
+)
+def test_what_healthy_runs_do_as_well_is_no_alarm_and_no_warning_if_the_shadow_confirms_it(
+    metrics: dict[str, list[float]],
+) -> None:
+    found = raised(**metrics)
+
+    assert found
+    assert not found.keys() & set(monitors.ALARMS)
+    assert raised(**metrics, full_valid_shadow_difference_low=[0.1] * STEPS) == {}
 
 
 def test_a_rule_that_fails_is_logged_and_the_others_are_applied(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,6 +295,32 @@ def test_the_correlation_of_length_and_reward_is_within_the_groups() -> None:
     assert data["length_reward_correlation"] == pytest.approx(1.0)
     assert data["length_reward_z"] == pytest.approx(1.0)
     assert "length_reward_correlation" not in answer_statistics.of_answers([other])
+
+
+def test_an_answer_that_was_cut_off_is_not_in_the_correlation() -> None:
+    answers = (((1,) * 4, 1.0), ((1, 2), 0.0), ((1,) * 9, 0.0))
+    made = group((9,), *answers)
+    cut = replace(
+        made, rollouts_G=(*made.rollouts_G[:2], replace(made.rollouts_G[2], finish_reason="length"))
+    )
+
+    data = answer_statistics.of_answers([cut])
+
+    assert data["length_reward_correlation"] == pytest.approx(1.0)
+
+
+def test_a_copy_that_is_the_reference_of_the_row_does_not_count() -> None:
+    prompt = tuple(range(20))
+    made = group(prompt, (prompt[2:14], 1.0))
+    [answer] = made.rollouts_G
+    named = replace(
+        made,
+        prompt=replace(made.prompt, item={"answer": "the span"}),
+        rollouts_G=(replace(answer, text=" the span"),),
+    )
+
+    assert answer_statistics.of_answers([made])["copied_prompt_share"] == 1.0
+    assert "copied_prompt_share" not in answer_statistics.of_answers([named])
 
 
 def test_copies_of_the_prompt_and_repeated_tokens_are_measured() -> None:

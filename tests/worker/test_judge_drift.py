@@ -1,15 +1,37 @@
 """A judge that changes during a run: the same answers are graded again, and other scores are an alarm."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import httpx
 import pytest
 
+from graders.build import build
 from graders.calls import ServerAway
+from graders.judge.judges import HttpJudges, JudgeModel
+from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
+from worker.prepare.rollouts import judged_range
 from worker.rollout.anchors import ANCHORS, JudgeAnchors
+from worker.types import Group, Prompt, Rollout
+
+JUDGE = {
+    "type": "score_model",
+    "name": "judge",
+    "model": "gpt",
+    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+}
+EXACT = {
+    "type": "string_check",
+    "name": "exact",
+    "operation": "eq",
+    "input": "{{sample.output_text}}",
+    "reference": "red",
+}
 
 
 class Judge:
@@ -77,6 +99,62 @@ def test_a_judge_that_is_away_ends_no_run(bench: Bench) -> None:
     asyncio.run(anchors.drift(groups))
 
     assert asyncio.run(anchors.drift(groups)) == {}
+
+
+def test_a_judge_that_is_served_over_http_is_asked_again() -> None:
+    """Its replies are remembered for equal answers of a group, and an anchor is an equal request."""
+    scores = iter([0.2, 0.9])
+
+    async def sent(body: bytes) -> AsyncIterator[bytes]:
+        yield body
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        message = {"content": json.dumps({"result": next(scores)})}
+        choice = {"message": message, "finish_reason": "stop"}
+        return httpx.Response(200, content=sent(json.dumps({"choices": [choice]}).encode()))
+
+    async def drift() -> Mapping[str, float | None]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
+            judges = HttpJudges({"gpt": JudgeModel("http://judge/v1", explains=False)}, client=client)
+            anchors = JudgeAnchors(build(parse_grader(JUDGE), judges), looks=4)
+            grade = await anchors.grader.grade(Sample("red"), {})
+            answer = Rollout((1,), (-0.5,), "red", "stop")
+            groups_P = [Group(Prompt(1, (1,), {}), (answer,), (grade,))]
+            await anchors.drift(groups_P)
+            return await anchors.drift(groups_P)
+
+    assert asyncio.run(drift())["judge_drift"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (JUDGE, 1.0),
+        (JUDGE | {"range": [0, 10]}, 10.0),
+        (
+            {
+                "type": "multi",
+                "name": "both",
+                "graders": {"judge": JUDGE | {"range": [0, 10]}, "same": EXACT},
+                "calculate_output": "0.5 * judge + same",
+            },
+            5.0,
+        ),
+    ],
+    ids=["one judge", "a wide range", "a part of a sum"],
+)
+def test_a_drift_is_in_units_of_what_the_judges_can_move(spec: dict[str, Any], expected: float) -> None:
+    assert judged_range(parse_grader(spec)) == expected
+
+
+def test_a_drift_is_divided_by_the_unit(bench: Bench) -> None:
+    judge = Judge(0.3, after=40)
+    run = bench.run(judge)
+    groups = asyncio.run(_graded(run, 40))
+    anchors = JudgeAnchors(judge, looks=4, unit=10.0)
+    asyncio.run(anchors.drift(groups))
+
+    assert asyncio.run(anchors.drift(groups))["judge_drift"] == pytest.approx(0.03)
 
 
 async def _graded(run: Any, rows: int) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from core.database.tables import Event
-from graders.types import Grade, Item, Sample
+from graders.types import ErrorKind, Grade, Item, Sample
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
 from worker.recording.exploits import SHOWN, pause_of
@@ -16,13 +16,13 @@ from worker.run import RunOutcome
 from worker.types import Finding, Group, Prompt, Rollout
 
 
-class Unmoved:
-    """A shadow grader that shares no gain."""
+class Opposite:
+    """A shadow grader that sees a loss where the training grader sees a gain."""
 
-    name, type = "unmoved", "python"
+    name, type = "opposite", "python"
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
-        return Grade(0.25)
+        return Grade(0.25 if sample.output_text == item["answer"] else 0.75)
 
 
 def run(bench: Bench, on_alarm: str) -> Any:
@@ -30,7 +30,7 @@ def run(bench: Bench, on_alarm: str) -> Any:
     advanced = {"group_size": 4, "stopping": {"on_alarm": on_alarm}}
     made = bench.run(skill=Skill(0.2), n_epochs=6, advanced=advanced)
     made.experience.valid_prompts = [*made.experience.train_prompts.prompts] * 3
-    made.experience.shadow = Shadow(Unmoved())
+    made.experience.shadow = Shadow(Opposite())
     return made
 
 
@@ -53,6 +53,7 @@ def test_pause_pauses_once_with_the_answers_that_the_shadow_grader_disagrees_wit
     assert bench.job().status == "pausing"
     [paused] = told(bench, "Pausing fine-tuning job at an alarm (stopping.on_alarm). Shadow divergence")
     assert paused.data["alarm"] == "shadow_divergence"
+    assert paused.data["rule"] == "shadow_divergence"  # which outlives the events of steps that are repeated
     [first, *_] = paused.data["answers"]
     assert (first["score"], first["shadow_score"]) == (1.0, 0.25)
     assert first["text"] in ("red", "green", "blue", "cat")
@@ -90,3 +91,13 @@ def test_the_answers_of_a_pause_are_clusters_with_their_numbers() -> None:
     assert len(answers) == SHOWN
     assert (answers[0]["line"], answers[0]["score"]) == (7, 1.0)
     assert "shadow_score" not in answers[0]
+
+
+def test_answers_that_the_shadow_grader_could_not_grade_are_not_shown() -> None:
+    answers = tuple(Rollout((1,), (-0.5,), text, "stop") for text in ("ungraded", "gamed"))
+    shadows = (Grade(None, "its server is away", ErrorKind.other_error), Grade(0.5))
+    group = Group(Prompt(7, (1,), {}), answers, (Grade(1.0), Grade(0.9)), shadows)
+
+    pause = pause_of(Finding("shadow_divergence", "It diverges.", {}), [], [group])
+
+    assert [one["text"] for one in pause.data["answers"]] == ["gamed"]

@@ -16,7 +16,7 @@ from tests.fakes import Skill, SkillTrainer
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.history import History
-from worker.recording.rollback import RULE, rollback
+from worker.recording.rollback import ALARM_RULE, RULE, rollback
 from worker.run import RunOutcome
 from worker.types import Rollback, UpdateMetrics
 
@@ -139,6 +139,27 @@ def test_a_job_is_rolled_back_once_and_not_after_its_last_step() -> None:
     assert decided(COLLAPSED, settings().total_steps) is None
 
 
+def test_the_rollback_of_an_alarm_leaves_that_of_a_collapse() -> None:
+    steps = COLLAPSED[: collapse() + 1]
+    alarmed = settings(advanced={"stopping": {"on_alarm": "rollback"}})
+
+    found = rollback(
+        History.of([StepMetrics.load(one) for one in steps], warned={ALARM_RULE}),
+        tuple,
+        alarmed,
+        Thresholds(),
+    )
+
+    assert present(found).rule == RULE
+
+
+def test_a_judge_that_drifts_rolls_nothing_back() -> None:
+    step = {"step": 5, "total_steps": 40, "judge_drift": 0.3, "judge_drift_low": 0.2, "judge_drift_high": 0.4}
+    alarmed = settings(advanced={"stopping": {"on_alarm": "rollback"}})
+
+    assert rollback(History.of([StepMetrics.load(step)]), tuple, alarmed, Thresholds()) is None
+
+
 class Collapsing(SkillTrainer):
     """Loses all skill in its third update, unless it has been told to learn slowly."""
 
@@ -184,6 +205,6 @@ def test_a_checkpoint_in_use_is_kept_and_the_job_goes_on(bench: Bench) -> None:
         name = session.query(TunedModel.name).scalar()
         session.add(ModelAlias(project_id=bench.project.id, name="live", model=name))
 
-    assert not run.checkpoints.roll_back(Rollback(0, "half", {"learning_rate": 1e-5}, "", {}))
+    assert not run.checkpoints.roll_back(Rollback(0, "half", {"learning_rate": 1e-5}, "", {}, RULE))
 
     assert [row.step for row in bench.checkpoints()] == [1]

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import binom
 
 from core.database.tables import Job
 from core.settings import Settings
@@ -17,11 +19,22 @@ from tests.fakes import ExactGrader, Skill
 from tests.present import present
 from tests.worker.conftest import GRADER, Bench
 from worker.attempt import Attempt
+from worker.child import opened_shadow
 from worker.recording import monitors, shadow
 from worker.recording.exporters.threads import ExporterThreads
+from worker.refusals import UserMistake
 from worker.rollout.shadow import Shadow
 from worker.run import RunOutcome
 from worker.types import Group, Prompt, Rollout
+
+
+class Opposite:
+    """A grader that likes only what the training grader does not."""
+
+    name, type = "opposite", "python"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(float(sample.output_text != item["answer"]))
 
 
 class Constant:
@@ -53,15 +66,22 @@ def rules(bench: Bench) -> set[str]:
     return {message.partition(":")[0] for message in bench.events("warn")}
 
 
-def test_a_gain_that_the_shadow_grader_does_not_share_is_an_alarm(bench: Bench) -> None:
+def test_a_gain_that_the_shadow_grader_does_not_share_is_a_warning(bench: Bench) -> None:
     steps = trained(bench, Constant())
 
-    assert "Shadow divergence" in rules(bench)
+    assert "The shadow grader does not share the gain" in rules(bench)
+    assert "Shadow divergence" not in rules(bench)
     assert steps[-1]["full_valid_shadow_mean_reward"] == 0.5
     assert steps[-1]["full_valid_shadow_difference"] == 0.0
     verdict = present(bench.job().verdict)
     assert (verdict["outcome"], verdict["shadow_difference"]) == ("improved", 0.0)
     assert any("By the shadow grader" in one and "does not confirm it" in one for one in bench.events())
+
+
+def test_a_gain_where_the_shadow_grader_sees_a_loss_is_an_alarm(bench: Bench) -> None:
+    trained(bench, Opposite())
+
+    assert "Shadow divergence" in rules(bench)
 
 
 def test_a_gain_that_it_shares_is_none(bench: Bench) -> None:
@@ -84,7 +104,10 @@ def test_a_shadow_grader_that_fails_warns_and_the_job_succeeds(bench: Bench) -> 
 
     assert bench.job().status == "succeeded"
     assert steps[0]["full_valid_shadow_unresponsive"] == 1.0
-    assert any(one.startswith("The shadow grader could not grade 100%") for one in bench.events("warn"))
+    [message] = [
+        one for one in bench.events("warn") if one.startswith("The shadow grader could not grade 100%")
+    ]
+    assert message.endswith("No later validation can be compared with step 0 on these rows.")
 
 
 def test_a_resumed_run_compares_with_the_shadow_scores_of_step_0(bench: Bench) -> None:
@@ -122,6 +145,22 @@ def test_a_run_opens_the_shadow_grader_of_its_job(bench: Bench) -> None:
     assert grader.name == "strict"
 
 
+def test_a_shadow_grader_that_cannot_be_built_is_blamed_by_its_own_path(bench: Bench) -> None:
+    with bench.database.write() as session:
+        job = session.get_one(Job, bench.job().seq)
+        job.body = {**job.body, "shadow_grader": GRADER | {"operation": "nope"}}
+
+    async def opens() -> None:
+        async with opened_shadow(bench.attempt(), Settings(data_dir=bench.tmp_path), lambda: None):
+            raise AssertionError("it was built")
+
+    bench.again()
+    with pytest.raises(UserMistake) as caught:
+        asyncio.run(opens())
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("method.reinforcement.shadow_grader")
+
+
 def groups(training: Sequence[float], shadows: Sequence[float | None]) -> list[Group]:
     answer = Rollout((1,), (-0.5,), "a", "stop")
     missing = Grade(None, "no score", ErrorKind.other_error)
@@ -157,18 +196,45 @@ def test_half_of_the_gain_is_enough_for_a_stricter_shadow() -> None:
     zeros, ones = [0.0] * 16, [1.0] * 16
 
     assert alarms(zeros, zeros, ones, [0.5] * 16) == []
-    assert alarms(zeros, zeros, ones, [0.3] * 16) == ["shadow_divergence"]
+    assert alarms(zeros, zeros, ones, [0.0] * 16) == ["shadow_unshared"]
+
+
+def test_a_loss_by_the_shadow_is_an_alarm() -> None:
+    zeros, ones = [0.0] * 16, [1.0] * 16
+
+    assert alarms(zeros, ones, ones, [0.5] * 16) == ["shadow_divergence", "shadow_unshared"]
+    assert alarms(zeros, ones, ones, [0.96] * 16) == ["shadow_unshared"]
 
 
 def test_a_few_rows_are_no_evidence() -> None:
-    assert alarms([0.0] * 7, [0.0] * 7, [1.0] * 7, [0.0] * 7) == []
-    assert alarms([0.0] * 8, [0.0] * 8, [1.0] * 8, [0.0] * 8) == ["shadow_divergence"]
+    assert alarms([0.0] * 7, [1.0] * 7, [1.0] * 7, [0.0] * 7) == []
+    assert "shadow_divergence" in alarms([0.0] * 8, [1.0] * 8, [1.0] * 8, [0.0] * 8)
 
 
 def test_rows_that_one_of_the_graders_left_out_do_not_count() -> None:
     now = [1.0] * 9
 
-    assert alarms([0.0] * 9, [0.0] * 9, now, [None, None, *[0.0] * 7]) == []
+    assert alarms([0.0] * 9, [1.0] * 9, now, [None, None, *[0.0] * 7]) == []
+
+
+RUNS, ROWS, LOOKS = 40, 100, 5
+
+
+@pytest.mark.parametrize(("right", "later"), [(0.8, 0.9), (0.3, 0.6)])
+def test_a_format_that_is_learned_first_is_no_alarm(right: float, later: float) -> None:
+    """The grader gives half for the format and half for the answer, of which the shadow grader reads the second."""
+    fired = 0
+    for seed in range(RUNS):
+        dice, base, found = np.random.default_rng(seed), None, False
+        for look in range(LOOKS + 1):
+            exact = dice.random(ROWS) < right + (later - right) * look / LOOKS
+            format_ok = dice.random(ROWS) < min(1.0, 0.1 + 4 * look / LOOKS)
+            now = ((exact + format_ok * 1.0) / 2).tolist(), exact.astype(float).tolist()
+            base = now if base is None else base
+            found = found or (look > 0 and "shadow_divergence" in alarms(base[0], base[1], *now))
+        fired += found
+
+    assert fired <= binom.ppf(0.999, RUNS, 0.05)
 
 
 def test_scores_of_a_wide_range_count_in_units_of_it() -> None:
@@ -182,9 +248,9 @@ def test_where_both_fall_other_rules_speak() -> None:
 
 
 def test_the_threshold_can_switch_it_off() -> None:
-    step = measured([0.0] * 16, [0.0] * 16, [1.0] * 16, [0.0] * 16)
+    step = measured([0.0] * 16, [1.0] * 16, [1.0] * 16, [0.0] * 16)
 
-    assert monitors.check([step], Thresholds(shadow_divergence=None)) == []
+    assert monitors.check([step], Thresholds(shadow_divergence=None, shadow_unshared=None)) == []
 
 
 def test_the_bound_pays_for_every_look() -> None:

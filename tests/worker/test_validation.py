@@ -141,6 +141,15 @@ def test_a_shadow_grader_is_checked_as_the_grader_and_named_by_its_own_path(
     assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.shadow_grader")
 
 
+def test_a_shadow_grader_that_reads_a_field_no_validation_row_has_fails_the_job(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+) -> None:
+    job, _ = validate([GOOD], shadow=GRADER | {"reference": "{{item.anwser}}"})
+
+    assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.shadow_grader")
+    assert job.error["message"].startswith("Line 1 of the validation file: the grader reads {{item.anwser}}")
+
+
 def test_a_shadow_grader_that_scores_all_replies_alike_warns(
     bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:

@@ -4,8 +4,9 @@ import math
 from functools import partial
 
 from graders.build import judge_parts, reward_model_parts
-from graders.spec import GraderSpec
+from graders.spec import GraderSpec, LabelModelSpec, ScoreModelSpec, parts_of
 from graders.types import Grader
+from graders.weighted_sum import weights_of_parts
 from worker.checks import compatibility_cache
 from worker.gpu_ratio import RatioMeasurement
 from worker.heartbeat import HeartbeatSampler, HeartbeatTrainer
@@ -191,7 +192,30 @@ def anchors_of(task: PromptTask, spec: GraderSpec | None, grader: Grader | None)
     if spec is None or grader is None or not any(judge_parts(spec)) or any(reward_model_parts(spec)):
         return None
     looks = math.ceil(task.settings.total_steps / task.settings.eval_interval)
-    return JudgeAnchors(grader, looks, parse_json=bool(task.response_schema))
+    return JudgeAnchors(grader, looks, judged_range(spec), parse_json=bool(task.response_schema))
+
+
+def judged_range(spec: GraderSpec) -> float:
+    """By how much the judges can move a score: the sum of their ranges times their weights, at least 1.
+
+    In a formula that is no weighted sum each judge has the weight 1.
+    """
+    weights, parts = weights_of_parts(spec), parts_of(spec)
+    if not weights:
+        return max(1.0, sum(_width(part) for _, part in judge_parts(spec)))
+    return max(
+        1.0,
+        sum(
+            abs(weight) * _width(part)
+            for key, weight in weights.items()
+            for _, part in judge_parts(parts[key])
+        ),
+    )
+
+
+def _width(part: ScoreModelSpec | LabelModelSpec) -> float:
+    low, high = getattr(part, "range", None) or (0.0, 1.0)
+    return float(high - low)
 
 
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:

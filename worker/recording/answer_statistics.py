@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from core.rewards import all_equal
-from worker.types import Group
+from worker.types import Group, Rollout
 
 REPEATED = 4  # tokens of a run that occurs again in an answer
 COPIED = 6  # tokens of a run that an answer has from its prompt
@@ -18,7 +18,9 @@ def of_answers(train_P: Sequence[Group]) -> dict[str, float]:
     copied = [
         share
         for group in train_P
-        for share in copied_shares(group.prompt.ids, [one.output_ids_T for one in group.rollouts_G])
+        for share in copied_shares(
+            group.prompt.ids, [one.output_ids_T for one in group.rollouts_G if not _is_field(one, group)]
+        )
     ]
     repeated = [
         share
@@ -31,6 +33,12 @@ def of_answers(train_P: Sequence[Group]) -> dict[str, float]:
     if repeated:
         data["repeated_tokens_share"] = fmean(repeated)
     return data
+
+
+def _is_field(answer: Rollout, group: Group) -> bool:
+    """Whether the answer is a field of its row, such as its reference: then the prompt's text can be right."""
+    text = answer.content.strip()
+    return any(isinstance(value, str) and value.strip() == text for value in group.prompt.item.values())
 
 
 def copied_shares(prompt_T: Sequence[int], answers_GT: Sequence[Sequence[int]]) -> list[float]:
@@ -55,7 +63,8 @@ def _length_reward(train_P: Sequence[Group]) -> dict[str, float]:
     """Pearson's correlation of length and reward among the answers to one prompt, and its z value.
 
     Both are centered on their group, so a prompt with long answers and high rewards does not count. Without a relation
-    the mean of r sqrt(n) is 0 and its variance 1, with n the answers less one for each group.
+    the mean of r sqrt(n) is 0 and its variance 1, with n the answers less one for each group. Answers that reached the
+    token limit do not count: they are long and wrong, and fewer of them are progress.
     """
     lengths: list[float] = []
     rewards: list[float] = []
@@ -64,7 +73,7 @@ def _length_reward(train_P: Sequence[Group]) -> dict[str, float]:
         pairs = [
             (float(len(one.output_ids_T)), grade.score)
             for one, grade in zip(group.rollouts_G, group.grades_G, strict=True)
-            if grade.score is not None
+            if grade.score is not None and not one.is_truncated
         ]
         scores = [score for _, score in pairs]
         if len(pairs) < 2 or all_equal(scores):

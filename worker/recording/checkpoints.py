@@ -29,7 +29,6 @@ from core.storage.manifests import EARLIER, MANIFEST, Damaged
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
 from worker.interfaces import Savable
-from worker.recording.rollback import RULE
 from worker.refusals import refusing_too_large
 from worker.types import Rollback
 
@@ -219,7 +218,7 @@ class JobCheckpoints:
             f"one before. {rollback.evidence}",
             level="warn",
             data={
-                "rule": RULE,
+                "rule": rollback.rule,
                 "continues_from_step": rollback.step,
                 "learning_rate": learning_rate,
                 **rollback.data,

@@ -2,6 +2,7 @@
 
 Each rule looks at every step, so its bound is one of the whole run: a false alarm of one rule has a probability of at
 most ALARM_LEVEL in a job without the effect (Bonferroni over the looks). A smaller effect than the threshold is none.
+An effect that a healthy run also has, such as longer answers, is a warning and no alarm (ALARMS in monitors.py).
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from core.statistics import ALARM_LEVEL, student
 from core.step_metrics import StepMetrics
-from worker.history import RECENT, Steps, first, last
+from worker.history import RECENT, Steps, best_validation, first, last
 
 Found = tuple[str, dict[str, Any]]
 GROWN = (
@@ -67,15 +68,21 @@ def _of_metric(steps: Steps, name: str) -> Change | None:
     return change([value for _, value in (*early, *late)], _looks(steps))
 
 
+def _is_confirmed(steps: Steps) -> bool:
+    """Whether the shadow grader has seen a gain since step 0 that is no chance, in the last validation it measured."""
+    lows = last(steps, "full_valid_shadow_difference_low", 1)
+    return bool(lows) and lows[0] > 0
+
+
 def copied_prompt(steps: Steps, bound: float) -> Found | None:
     """More answers than at the start are copies of their prompt. Reads `copied_prompt_share`."""
     found = _of_metric(steps, "copied_prompt_share")
-    if found is None or found.low <= 0 or found.size <= bound:
+    if found is None or found.low <= 0 or found.size <= bound or _is_confirmed(steps):
         return None
     return (
         f"Copied prompts: {found.now:.0%} of the answers are mostly runs of words of their prompt (mean of {RECENT} "
-        f"steps), after {found.before:.0%} in the first ones. The grader may accept a copy of the prompt, or the "
-        "prompt has the reference.",
+        f"steps), after {found.before:.0%} in the first ones. If a right answer is no copy, the grader may accept "
+        "one.",
         {"copied_prompt_share": found.now, "first_copied_prompt_share": found.before, "low": found.low},
     )
 
@@ -83,11 +90,12 @@ def copied_prompt(steps: Steps, bound: float) -> Found | None:
 def repetition(steps: Steps, bound: float) -> Found | None:
     """Answers repeat themselves. Reads `repeated_tokens_share`."""
     found = _of_metric(steps, "repeated_tokens_share")
-    if found is None or found.low <= 0 or found.size <= bound:
+    if found is None or found.low <= 0 or found.size <= bound or _is_confirmed(steps):
         return None
     return (
         f"Repetition: {found.now:.0%} of the runs of tokens in an answer occurred before in it (mean of {RECENT} "
-        f"steps), after {found.before:.0%} in the first ones. The grader may reward length or repeated words.",
+        f"steps), after {found.before:.0%} in the first ones. Longer answers repeat more; if they are not longer, the "
+        "grader may reward repeated words.",
         {"repeated_tokens_share": found.now, "first_repeated_tokens_share": found.before, "low": found.low},
     )
 
@@ -106,12 +114,12 @@ def length_reward(steps: Steps, bound: float) -> Found | None:
     length = fmean(last(steps, "completion_tokens_mean", RECENT))
     correlation, z = fmean(correlations), math.fsum(values) / math.sqrt(RECENT)
     certain = NormalDist().inv_cdf(1 - ALARM_LEVEL / max(1, now.total_steps - RECENT + 1))
-    if length < GROWN * start[1] or correlation <= bound or z <= certain:
+    if length < GROWN * start[1] or correlation <= bound or z <= certain or _is_confirmed(steps):
         return None
     return (
         f"Length is rewarded: among the answers to one prompt, length and score have the correlation {correlation:.2f} "
-        f"(mean of {RECENT} steps), and answers went from {start[1]:.0f} to {length:.0f} tokens. Check whether the "
-        "grader rewards length instead of quality.",
+        f"(mean of {RECENT} steps), and answers went from {start[1]:.0f} to {length:.0f} tokens. Longer "
+        "reasoning that is right more often looks the same: read some answers.",
         {
             "length_reward_correlation": correlation,
             "z": z,
@@ -122,47 +130,59 @@ def length_reward(steps: Steps, bound: float) -> Found | None:
 
 
 def one_sided_gain(steps: Steps, bound: float) -> Found | None:
-    """One part of a multi rises while no other does. Reads the scores by part of the first and last RECENT steps.
+    """One part of a multi has gained, another has lost by more than chance, and no third has gained.
 
-    The others have fallen, or half of the job has passed: the first part to be learned, such as a format, may rise
-    alone for a while.
+    Reads the scores by part of the first and last RECENT steps. A loss in a part of negative weight is a gain. Parts
+    that stay are no evidence: one is full from the start, or learned later.
     """
     changes = _parts(steps)
-    rising = [name for name, one in changes.items() if one.low > 0 and one.size > bound]
-    others = {name: one for name, one in changes.items() if name not in rising}
-    if len(rising) != 1 or not others or any(one.size > FLAT for one in others.values()):
+    rising = [part for part in changes if part.change.low > 0 and part.change.size > bound]
+    others = [part for part in changes if part not in rising]
+    if len(rising) != 1 or any(part.change.size > FLAT for part in others):
         return None
-    fallen = any(one.high < 0 and one.size < -FLAT for one in others.values())
-    if not fallen and 2 * steps[-1].step < steps[-1].total_steps:
+    if not any(part.change.high < 0 and part.change.size < -FLAT for part in others):
         return None
-    [name] = rising
-    rest = ", ".join(f"'{other}' {one.before:.2f} -> {one.now:.2f}" for other, one in others.items())
+    [gained] = rising
+    rest = ", ".join(f"'{part.name}' {part.before:.2f} -> {part.now:.2f}" for part in others)
     return (
-        f"One-sided gain: the part '{name}' of the grader went from {changes[name].before:.2f} to "
-        f"{changes[name].now:.2f} (means of {RECENT} steps), and no other rose: {rest}. The model may be gaming this "
-        "part: lower its weight, or make it depend on the others.",
-        {"part": name, "changes": {part: one.size for part, one in changes.items()}},
+        f"One-sided gain: the part '{gained.name}' of the grader went from {gained.before:.2f} to {gained.now:.2f} "
+        f"(means of {RECENT} steps), and no other gained: {rest}. The model may be gaming this part: lower its "
+        "weight, or make it depend on the others.",
+        {"part": gained.name, "changes": [{"part": part.name, "gain": part.change.size} for part in changes]},
     )
 
 
-def _parts(steps: Steps) -> dict[str, Change]:
-    """The change of each part whose scores are not always the same, in units of 1 or of its range if that is wider."""
+class _Part(NamedTuple):
+    """A part of a weighted sum: its mean scores, and the change in units of 1 or of its range if that is wider.
+
+    The change has the sign of the part's weight, so that a gain is always positive.
+    """
+
+    name: str
+    before: float
+    now: float
+    change: Change
+
+
+def _parts(steps: Steps) -> list[_Part]:
+    """The parts of a weighted sum whose scores are not always the same, in order."""
     trained = steps[1:] if steps[0].step == 0 else steps
+    if len(trained) < 2 * RECENT:
+        return []
     windows = [*trained[:RECENT], *trained[-RECENT:]]
-    if len(trained) < 2 * RECENT or any(len(step.scores.graders) < 2 for step in windows):
-        return {}
-    number = len(windows[0].scores.graders)
-    found = {}
-    for place in range(number):
-        scores = [_score(step, place) for step in windows]
-        known = [score for score in scores if score is not None]
-        if len(known) < len(scores):
+    rows = windows[0].scores.graders
+    if len(rows) < 2:
+        return []
+    found = []
+    for place, row in enumerate(rows):
+        weight = row.get("weight")
+        known = [score for step in windows if (score := _score(step, place)) is not None]
+        if not weight or len(known) < len(windows):
             continue
-        unit = max(1.0, max(high for _, high in known))
-        values = [mean / unit for mean, _ in known]
-        compared = change(values, number * _looks(steps))
+        unit = math.copysign(max(1.0, max(high for _, high in known)), weight)
+        compared = change([mean / unit for mean, _ in known], len(rows) * _looks(steps))
         if compared is not None and any(high > abs(mean) for mean, high in known):
-            found[windows[0].scores.graders[place]["name"]] = compared
+            found.append(_Part(row["name"], compared.before * unit, compared.now * unit, compared))
     return found
 
 
@@ -193,48 +213,67 @@ def judge_drift(steps: Steps, bound: float) -> Found | None:
 def validation_falls(steps: Steps, bound: float) -> Found | None:
     """Training reward has risen since the best validation, and validation has fallen from it by more than chance.
 
-    Reads the last validation with its standard error, all validations before it, and the training rewards. Any two
-    validations may be the pair that is compared. The bound does not use that the rows are the same in both: it is wide.
+    Reads the paired fall of the last validation, whose bound pays for all pairs of validations of the job
+    (worker/recording/metrics.py), and the training rewards.
     """
-    validated = [
-        (one.step, one.full_valid_mean_reward, one.full_valid_stderr)
-        for one in steps
-        if one.full_valid_mean_reward is not None and one.full_valid_stderr is not None
-    ]
     now = steps[-1]
-    if len(validated) < 2 or validated[-1][0] != now.step:
+    fall, low, reward = now.full_valid_fall, now.full_valid_fall_low, now.full_valid_mean_reward
+    if fall is None or low is None or reward is None or low <= bound:
         return None
-    best_step, best, best_error = max(validated, key=lambda one: one[1])
-    _, reward, error = validated[-1]
+    best_step = best_validation(steps[:-1])
+    if best_step is None:
+        return None
     # The base has no training reward: that of step 1 is of the same model.
     then = [one for one in steps if one.step <= max(1, best_step)]
     before, after = last(then, "train_mean_reward", RECENT), last(steps, "train_mean_reward", RECENT)
-    planned = math.ceil(now.total_steps / (validated[1][0] - validated[0][0])) + 1
-    pairs = math.comb(max(len(validated), planned), 2)
-    low = best - reward - NormalDist().inv_cdf(1 - ALARM_LEVEL / pairs) * math.hypot(best_error, error)
-    if not before or not after or fmean(after) <= fmean(before) or low <= bound:
+    if not before or not after or fmean(after) <= fmean(before):
         return None
     return (
-        f"Validation falls: {best:.2f} (step {best_step}) -> {reward:.2f}, while training reward went from "
+        f"Validation falls: {reward + fall:.2f} (step {best_step}) -> {reward:.2f}, while training reward went from "
         f"{fmean(before):.2f} to {fmean(after):.2f}. Use fewer epochs or more training rows; the best checkpoint is "
         "kept.",
-        {"best_step": best_step, "fall": best - reward, "low": low},
+        {"best_step": best_step, "fall": fall, "low": low},
     )
 
 
 def shadow_divergence(steps: Steps, bound: float) -> Found | None:
-    """The training grader sees a gain in validation that the shadow grader does not share. Reads the last step.
+    """Validation has risen by the training grader, and fallen by the shadow grader by more than chance.
 
-    Its bound pays for all validations of the job (worker/recording/shadow.py).
+    Reads the last step. Its bound pays for all validations of the job (worker/recording/shadow.py).
     """
     now = steps[-1]
     training, shadow = now.full_valid_difference, now.full_valid_shadow_difference
-    shortfall, low = now.full_valid_shadow_shortfall, now.full_valid_shadow_shortfall_low
+    low = now.full_valid_shadow_fall_low
     if training is None or shadow is None or low is None or training <= 0 or low <= bound:
         return None
     return (
         f"Shadow divergence: validation has gained {training:+.2f} by the training grader and {shadow:+.2f} by the "
         "shadow grader. The model may be gaming the grader: read the answers on which the two disagree most.",
+        {"difference": training, "shadow_difference": shadow, "fall_low": low},
+    )
+
+
+def shadow_unshared(steps: Steps, bound: float) -> Found | None:
+    """The shadow grader confirms no gain, and less than half of that of the training grader by more than chance.
+
+    A healthy run that learns a format first looks the same for a while. Reads the last step.
+    """
+    now = steps[-1]
+    training, shadow = now.full_valid_difference, now.full_valid_shadow_difference
+    shortfall, low = now.full_valid_shadow_shortfall, now.full_valid_shadow_shortfall_low
+    if (
+        training is None
+        or shadow is None
+        or low is None
+        or training <= 0
+        or low <= bound
+        or _is_confirmed(steps)
+    ):
+        return None
+    return (
+        f"The shadow grader does not share the gain: validation has gained {training:+.2f} by the training grader and "
+        f"{shadow:+.2f} by the shadow grader. A format may be learned first; if it stays so, the model may be gaming "
+        "the grader.",
         {"difference": training, "shadow_difference": shadow, "shortfall": shortfall, "shortfall_low": low},
     )
 
@@ -244,8 +283,9 @@ def shadow_ungraded(steps: Steps, bound: float) -> Found | None:
     share = steps[-1].full_valid_shadow_unresponsive
     if share is None or share <= bound:
         return None
+    until = " No later validation can be compared with step 0 on these rows." if steps[-1].step == 0 else ""
     return (
         f"The shadow grader could not grade {share:.0%} of the validation answers, so its divergence from the training "
-        "grader is not known.",
+        f"grader is not known.{until}",
         {"full_valid_shadow_unresponsive": share},
     )

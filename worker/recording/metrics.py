@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from core.jobs.hyperparameters import Resolved
+from core.rewards import equal
+from core.statistics import sequential_low
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NOT_EXECUTED, StopReason
@@ -50,6 +52,7 @@ def of_step(
     gpus: int = 1,
     base_scores: RowScores | None = None,
     base_shadow_scores: RowScores | None = None,
+    best_scores: RowScores | None = None,
     judge_drift: Mapping[str, float | None] | None = None,
     pass_score: float = 1.0,
 ) -> StepMetrics:
@@ -57,7 +60,7 @@ def of_step(
 
     The metrics show each of `graders` by name; there are none if a teacher scores the answers.
     `base_scores` are the row scores of step 0, with which a later validation is compared, and `base_shadow_scores`
-    those by the shadow grader.
+    those by the shadow grader. `best_scores` are the row scores of the best validation before this step.
     """
     splits = [("train", train_P)] if train_P else []
     if valid_P is not None:
@@ -71,6 +74,7 @@ def of_step(
         data |= _of_validation(valid_P, graders, pass_score, base_scores) | dict(judge_drift or {})
         scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
+        data |= below_best(best_scores, scores, looks)
     if train_P and graders:
         data |= _signal(train_P, settings) | answer_statistics.of_answers(train_P)
     if update is not None:
@@ -110,7 +114,7 @@ def _of_graders(
     score_fields = _part_score_fields if is_combined else _score_fields
     means = {f"{split}_reward_mean": mean_reward(groups_P) for split, groups_P in splits}
     data: dict[str, Any] = {
-        "scores": {"graders": _per_grader(graders, splits, score_fields)} | means,
+        "scores": {"graders": _weighted(graders, _per_grader(graders, splits, score_fields))} | means,
         "errors": {"graders": _per_grader(graders, splits, _error_fields)},
     }
     # The judges read the resampled answers too; the other numbers by grader are of the step's own prompts.
@@ -316,6 +320,21 @@ def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str,
     }
 
 
+def below_best(best_N: RowScores | None, now_N: RowScores, looks: int) -> dict[str, float | None]:
+    """The paired fall from the best validation; any two of the validations of the job may be the pair."""
+    falls = [
+        0.0 if equal(best, now) else best - now
+        for best, now in zip(best_N or [None] * len(now_N), now_N, strict=True)
+        if best is not None and now is not None
+    ]
+    if not falls:
+        return {}
+    return {
+        "full_valid_fall": statistics.fmean(falls),
+        "full_valid_fall_low": sequential_low(falls, math.comb(looks + 1, 2)),
+    }
+
+
 def _episodes(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """The turns, ends and tools of episodes; empty without executed tools."""
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
@@ -443,6 +462,14 @@ def _per_grader(
             )
         rows.append(row)
     return rows
+
+
+def _weighted(graders: Sequence[GraderPart], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the weight of each part of a weighted sum: worker/recording/gaming.py needs its sign."""
+    return [
+        row if part.weight is None else row | {"weight": part.weight}
+        for part, row in zip(graders, rows, strict=True)
+    ]
 
 
 def _score_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:

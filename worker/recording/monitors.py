@@ -392,15 +392,13 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "judge_drift": (gaming.judge_drift, "judge_drift"),
     "validation_falls": (gaming.validation_falls, "validation_fall"),
     "shadow_divergence": (gaming.shadow_divergence, "shadow_divergence"),
+    "shadow_unshared": (gaming.shadow_unshared, "shadow_unshared"),
     "shadow_ungraded": (gaming.shadow_ungraded, "shadow_ungraded"),
 }
 # The rules of gaming and overfitting, on which `stopping.on_alarm` of a job acts; the others only inform.
 ALARMS = (
     "shadow_divergence",
     "one_sided_gain",
-    "length_reward",
-    "copied_prompt",
-    "repetition",
     "judge_drift",
     "validation_falls",
 )

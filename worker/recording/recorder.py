@@ -25,7 +25,7 @@ from core.tenancy.limits import NO_LIMITS, Limits
 from core.units import GIB
 from worker import instruments
 from worker.attempt import Attempt
-from worker.history import History
+from worker.history import History, best_validation
 from worker.recording import metrics, results
 from worker.recording.checkpoints import publish
 from worker.recording.rollouts import TextsOf, rows_of, with_tokens
@@ -110,7 +110,9 @@ class JobRecorder:
             base_scores = events.valid_scores(session, job_id, 0)
             base_shadow_scores = events.shadow_scores(session, job_id, 0)
             warned = events.warned(session, job_id)
-            return steps, History.of(steps, base_scores, warned, base_shadow_scores)
+            best = best_validation(steps)
+            best_scores = None if best is None else events.valid_scores(session, job_id, best)
+            return steps, History.of(steps, base_scores, warned, base_shadow_scores, best_scores)
 
         return self.attempt.read(read)
 

@@ -41,7 +41,7 @@ def row(step: StepMetrics) -> dict[str, Any]:
     for section, measured in sections.items():
         for grader in measured.graders:
             for field, value in grader.items():
-                if field not in ("name", "type", "model"):
+                if field not in ("name", "type", "model", "weight"):
                     row[f"{section}/graders/{grader['type']}/{grader['name']}/{field}"] = value
     return row
 

@@ -11,7 +11,10 @@ from worker.history import History, Steps
 from worker.recording import monitors
 from worker.types import Rollback
 
-RULE = "rollback"  # in the event, which is never superseded: a job has at most one
+RULE = "rollback"  # after a collapse, in the event, which is never superseded: a job has at most one
+ALARM_RULE = "alarm_rollback"  # after an alarm, so that a collapse can still be rolled back
+# A judge that drifts is no fault of the model, and an earlier checkpoint does not mend it.
+ROLLS_BACK = tuple(rule for rule in monitors.ALARMS if rule != "judge_drift")
 RATE = 1 / 3  # of the learning rate that collapsed
 ALARM_RATE = 1 / 2  # of the one at which an alarm fired
 
@@ -35,7 +38,9 @@ def rollback(
     """
     steps = history.steps
     now = steps[-1].step
-    if RULE in history.warned or now >= settings.total_steps:
+    is_alarming = settings.on_alarm == "rollback" and ALARM_RULE not in history.warned
+    is_collapsing = settings.rollback and RULE not in history.warned
+    if now >= settings.total_steps or not (is_alarming or is_collapsing):
         return None
     found = {finding.rule: finding for finding in monitors.check(steps, thresholds)}
 
@@ -43,16 +48,18 @@ def rollback(
         before = (step for step in sorted(saved(), reverse=True) if step < now)
         return next((step for step in before if is_healthy(steps, step, thresholds)), 0)
 
-    if settings.rollback and "collapse" in found and monitors.is_lost(steps):
+    if is_collapsing and "collapse" in found and monitors.is_lost(steps):
         collapse = found["collapse"]
         evidence = collapse.message.removesuffix(" Lower the learning rate.")
         data = {"collapsed_at_step": now} | {name: collapse.data.get(name) for name in NUMBERS}
-        return Rollback(newest(_is_healthy), "a third", _rates(settings, RATE), evidence, data)
-    alarm = next((one for rule, one in found.items() if rule in monitors.ALARMS), None)
-    if alarm is None or settings.on_alarm != "rollback":
+        return Rollback(newest(_is_healthy), "a third", _rates(settings, RATE), evidence, data, RULE)
+    alarm = next((one for rule, one in found.items() if rule in ROLLS_BACK), None)
+    if alarm is None or not is_alarming:
         return None
     data = {"alarm": alarm.rule, "alarm_at_step": now}
-    return Rollback(newest(_has_no_alarm), "half", _rates(settings, ALARM_RATE), alarm.message, data)
+    return Rollback(
+        newest(_has_no_alarm), "half", _rates(settings, ALARM_RATE), alarm.message, data, ALARM_RULE
+    )
 
 
 def _rates(settings: Resolved, share: float) -> dict[str, float]:
@@ -64,7 +71,7 @@ def _rates(settings: Resolved, share: float) -> dict[str, float]:
 
 def _has_no_alarm(steps: Steps, step: int, thresholds: Thresholds) -> bool:
     until = [one for one in steps if one.step <= step]
-    return not any(finding.rule in monitors.ALARMS for finding in monitors.check(until, thresholds))
+    return not any(finding.rule in ROLLS_BACK for finding in monitors.check(until, thresholds))
 
 
 def _is_healthy(steps: Steps, step: int, thresholds: Thresholds) -> bool:

@@ -53,7 +53,11 @@ def of_validation(
         "full_valid_shadow_difference_low": compared.low,
         "full_valid_shadow_difference_high": compared.high,
     }
-    shortfalls = _shortfalls(_gains(base_N, training_N), _gains(base_shadow_N, shadow_N))
+    shadow_gains_N = _gains(base_shadow_N, shadow_N)
+    falls = [-gain for gain in shadow_gains_N if gain is not None]
+    if falls:
+        data["full_valid_shadow_fall_low"] = sequential_low(falls, looks)
+    shortfalls = _shortfalls(_gains(base_N, training_N), shadow_gains_N)
     if shortfalls:
         data["full_valid_shadow_shortfall"] = fmean(shortfalls)
         data["full_valid_shadow_shortfall_low"] = sequential_low(shortfalls, looks)

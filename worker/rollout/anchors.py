@@ -6,6 +6,7 @@ from statistics import fmean
 
 from core.statistics import sequential_low
 from graders.calls import ServerAway
+from graders.judge.judges import asking_again
 from graders.run import grade_all
 from graders.types import Grader, Item, Sample
 from worker.rollout.samples import sample_of
@@ -16,10 +17,14 @@ ANCHORS = 16  # answers, each of another row; each costs one more grade at every
 
 @dataclass
 class JudgeAnchors:
-    """Answers of the first validation of the attempt, with their scores then."""
+    """Answers of the first validation of the attempt, with their scores then.
+
+    A resumed job has other ones: a change of the judge between two attempts is not seen.
+    """
 
     grader: Grader
     looks: int  # validations after the first one, at each of which an alarm may fire
+    unit: float = 1.0  # by how much the judges can move a score, at least 1
     parse_json: bool = False
     _anchors: list[tuple[Sample, Item, float]] = field(default_factory=list, init=False)
 
@@ -32,11 +37,12 @@ class JudgeAnchors:
             self._anchors = self._chosen(groups_P)
             return {}
         try:
-            grades = await grade_all(self.grader, [(sample, item) for sample, item, _ in self._anchors])
+            with asking_again():
+                grades = await grade_all(self.grader, [(sample, item) for sample, item, _ in self._anchors])
         except ServerAway:
             return {}
         changes = [
-            grade.score - before
+            (grade.score - before) / self.unit
             for grade, (_, _, before) in zip(grades, self._anchors, strict=True)
             if grade.score is not None
         ]

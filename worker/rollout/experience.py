@@ -18,6 +18,7 @@ from core.thresholds import Thresholds
 from graders.run import grade_one
 from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
 from graders.types import ErrorKind, Grade, Grader
+from graders.weighted_sum import weights_of_parts
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
 from worker.gpu_ratio import RatioMeasurement
@@ -310,6 +311,7 @@ class RolloutExperience:
             gpus=self.gpus,
             base_scores=history.base_scores,
             base_shadow_scores=history.base_shadow_scores,
+            best_scores=history.best_scores,
             judge_drift={} if validated is None else self.drift,
             pass_score=self.settings.eval_pass_score,
         )
@@ -510,6 +512,7 @@ def grader_parts(spec: GraderSpec | None) -> tuple[GraderPart, ...]:
     """Those inside a multi or a select, or the only one. Empty for None: a teacher scores the answers."""
     if spec is None:
         return ()
+    weights = weights_of_parts(spec)
     return tuple(
         GraderPart(
             key,
@@ -517,6 +520,7 @@ def grader_parts(spec: GraderSpec | None) -> tuple[GraderPart, ...]:
             part.type,
             part.model if isinstance(part, ScoreModelSpec | LabelModelSpec) else None,
             _compares_numbers(part),
+            None if key is None else weights.get(key),
         )
         for key, part in parts_of(spec).items() or [(None, spec)]
     )

@@ -238,7 +238,7 @@ def _checked(
             with _booked(settings, database, job) as ledger:
                 dry = _doubt(backends, spec, job.project_id, probed, schema, lease, ledger)
                 warnings.append(asyncio.run(dry))
-                warnings.append(_shadow_doubt(backends, job, rows, schema, lease, ledger))
+                warnings.append(_shadow_doubt(backends, job, rows, valid_rows, schema, lease, ledger))
     except NotConfigured:
         raise
     except (InvalidGrader, GraderCannotRun) as refused:
@@ -254,6 +254,7 @@ def _shadow_doubt(
     backends: Backends,
     job: Job,
     rows: Sequence[Example],
+    valid_rows: Sequence[Example],
     schema: Mapping[str, Any] | None,
     lease: LeaseKeeper,
     ledger: TokenLedger,
@@ -261,7 +262,7 @@ def _shadow_doubt(
     """Check the job's shadow grader, and return the warning of its dry run; None without one.
 
     Raises:
-        UserMistake: this machine cannot run it, or it reads what no row has.
+        UserMistake: this machine cannot run it, it reads what no row has, or it cannot grade a validation row.
         NotConfigured, EnvironmentNotBuilt: as the grader itself.
     """
     if job.body.get("shadow_grader") is None:
@@ -270,6 +271,7 @@ def _shadow_doubt(
         spec = parse_grader(job.body["shadow_grader"], SHADOW_PARAM)
         backends.check(spec, SHADOW_PARAM)
         _refuse_reads(job, spec, SHADOW_PARAM, rows)
+        _refuse_shadowed(spec, valid_rows, lease.progressed)
         probed = rows[:DRY_RUN_ROWS]
         doubt = asyncio.run(_doubt(backends, spec, job.project_id, probed, schema, lease, ledger))
     except NotConfigured:
@@ -277,6 +279,15 @@ def _shadow_doubt(
     except (InvalidGrader, GraderCannotRun) as refused:
         raise UserMistake("invalid_grader", str(refused), SHADOW_PARAM) from refused
     return None if doubt is None else f"Shadow grader: {doubt}"
+
+
+def _refuse_shadowed(spec: GraderSpec, valid_rows: Sequence[Example], progressed: Callable[[], None]) -> None:
+    """Raise UserMistake for the first validation row that the shadow grader cannot grade."""
+    for row in valid_rows:
+        progressed()
+        if problems := row_problems(spec, row.item):
+            message = f"Line {row.line} of the validation file: {'; '.join(problems)}."
+            raise UserMistake("invalid_grader", message, SHADOW_PARAM)
 
 
 def _refuse_tools(
