@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
+from tests.present import present
 from tests.worker.test_family_jobs import train_on
 from worker.checks.compatibility import refuse_by_config
 from worker.model import capacity, memory, quantized
@@ -140,6 +141,10 @@ def compressed(format: str = "pack-quantized", activations: Any = None, **weight
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
+def compressed_with(**more: Any) -> dict[str, Any]:
+    return compressed() | more
+
+
 def two_groups() -> dict[str, Any]:
     one = compressed()
     return one | {"config_groups": one["config_groups"] | {"group_1": {"weights": W4 | {"group_size": 64}}}}
@@ -158,11 +163,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed(num_bits=3), "4 and 8 bits"),
     (compressed(type="float", num_bits=8), "not float8"),
     (compressed(strategy="tensor"), "scales by tensor"),
+    (compressed(strategy=None, group_size=None), "scales by tensor"),
+    (compressed(group_size="32"), "group_size is '32', which is no number"),
+    (compressed_with(config_groups={}), "config_groups are empty"),
+    (compressed_with(config_groups=None), "config_groups are empty"),
+    (compressed_with(config_groups={"group_0": {"weights": None}}), "says nothing of the weights"),
+    (compressed_with(kv_cache_scheme={"num_bits": 8, "type": "float"}), "keys and values.*kv_cache_scheme"),
+    (compressed_with(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}), "transform_config"),
+    (compressed_with(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
     (two_groups(), "more than one way"),
     (AWQ | {"version": "gemv"}, "version gemv.*version gemm"),
     (AWQ | {"zero_point": False}, "zero points"),
     (AWQ | {"bits": 8}, "only 4 bits"),
-    (GPTQ | {"desc_act": True}, "act-order"),
+    (GPTQ | {"desc_act": True}, r"it has act-order \(desc_act\), which is not computed here\. Use"),
+    (GPTQ | {"group_size": "128"}, "group_size is '128', which is no number"),
+    (GPTQ | {"is_marlin_format": True}, "is_marlin_format in its config"),
+    (AWQ | {"rotation": "R1"}, "rotation in its config"),
     (GPTQ | {"sym": False}, "symmetric"),
     (GPTQ | {"bits": 3}, "4 and 8 bits"),
     (GPTQ | {"dynamic": {"-:lm_head": {}}}, "more than one way"),
@@ -200,6 +216,26 @@ def test_experts_that_are_packed_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedModel, match=r"awq W4A16\), and it is a mixture of experts.*bfloat16"):
         refuse_by_config(read_config(tmp_path), CONTEXT)
+
+
+def test_groups_without_a_strategy_have_that_of_their_size() -> None:
+    config = PretrainedConfig(quantization_config=compressed(strategy=None))
+
+    assert present(quantized.packed_format_of(config)).tensors(8, 64)["scale"].shape == (8, 2)
+
+
+def test_what_says_nothing_of_the_numbers_is_accepted() -> None:
+    more = {"kv_cache_scheme": None, "transform_config": {}, "sparsity_config": {"format": "dense"}}
+    config = PretrainedConfig(quantization_config=compressed() | more | {"version": "0.14.0"})
+
+    assert quantized.format_of(config) == "compressed-tensors W4A16"
+
+
+def test_a_config_with_the_former_name_of_the_quantization_is_refused_with_the_new_one() -> None:
+    config = PretrainedConfig(compression_config=compressed())
+
+    with pytest.raises(UnsupportedModel, match="compression_config.*Rename it to quantization_config"):
+        quantized.format_of(config)
 
 
 def test_act_order_changes_nothing_where_a_row_has_one_scale() -> None:

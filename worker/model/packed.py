@@ -6,6 +6,7 @@ quantizer is needed.
 """
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -151,9 +152,11 @@ def load(
 
 
 def _refuse_unread(model: PreTrainedModel, format: PackedFormat, names: Iterable[str]) -> None:
-    """Refuse tensors in the files that belong to a packed layer and have no place in this format."""
+    """Refuse tensors in the files that belong to a packed layer or a part of it and have no place in this format."""
     for name in sorted(names):
-        if isinstance(_module(model, name.rpartition(".")[0]), _Stored):
+        parts = name.split(".")
+        owners = (".".join(parts[:length]) for length in range(1, len(parts)))
+        if any(isinstance(_module(model, owner), _Stored) for owner in owners):
             raise _unsupported(
                 model, format, f"its files have the tensor {name}, which this format does not have"
             )
@@ -179,7 +182,10 @@ def _place(
 
 
 def _packed_layers(model: PreTrainedModel, format: PackedFormat, names: Mapping[str, object]) -> list[str]:
-    """The names in the model of the layers that are packed in the files, which may have other names there."""
+    """The names in the model of the layers that are packed in the files, which may have other names there.
+
+    Without those that transformers leaves out: the heads of multi-token prediction, the vision of a text model.
+    """
     mapping = get_model_conversion_mapping(model, None, None)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -187,11 +193,13 @@ def _packed_layers(model: PreTrainedModel, format: PackedFormat, names: Mapping[
     # The scale, because the packed tensor of a format may be called as a plain weight.
     suffix = f".{format.tensors(8, 8)['scale'].name}"
     layers = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-    renamed = (
-        rename_source_key(f"{layer}.weight", renamings, converters, model.base_model_prefix, known)[0]
-        for layer in layers
-    )
-    return [name.removesuffix(".weight") for name in renamed]
+    left_out = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    found = []
+    for stored in (f"{layer}.weight" for layer in layers):
+        name, _ = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+        if not any(pattern.search(one) for pattern in left_out for one in (stored, name)):
+            found.append(name.removesuffix(".weight"))
+    return found
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

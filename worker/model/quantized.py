@@ -64,8 +64,17 @@ def packed_format_of(config: Any) -> PackedFormat | None:
 
 
 def _stored_quantization(config: Any) -> Mapping[str, Any]:
-    """The quantization of the model's files according to its config; empty if they are not quantized."""
+    """The quantization of the model's files according to its config; empty if they are not quantized.
+
+    Raises:
+        UnsupportedModel: it has a name that transformers does not read.
+    """
     configs = (config, config.get_text_config())  # a multimodal model may name it for its text part
+    if any(getattr(one, "compression_config", None) for one in configs):
+        raise UnsupportedModel(
+            "The model is not supported: its config.json names the quantization of its weights compression_config, "
+            "which transformers does not read. Rename it to quantization_config."
+        )
     found: Any = next((has for one in configs if (has := getattr(one, "quantization_config", None))), {})
     return found if isinstance(found, Mapping) else found.to_dict()
 
