@@ -25,13 +25,14 @@ from tests.worker.test_family_jobs import train_on
 from tests.worker.test_resume import Fate, crash, die, left_by, measured_in, moment, mortal
 from worker.checks import compatibility
 from worker.cli import main
+from worker.cli.models import weights_of
 from worker.model import memory, packed, quantized, sizing
 from worker.model.packed import PackedLinear
 from worker.model.packed_formats import format_in
 from worker.model.policy import Base, Policy, load_base, read_config
 from worker.refusals import InvalidModel, UnsupportedModel
 from worker.serving.continuous import ServedModel
-from worker.serving.export import TEXTS, merge
+from worker.serving.export import TEXTS, merge, refuse_unmapped
 from worker.sharing.image import Image, opened
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -313,7 +314,16 @@ def test_a_check_of_the_model_shows_the_format_and_the_memory_of_its_weights(
 
     said = capsys.readouterr().out
     assert "weights        compressed-tensors W4A16, packed, " in said
-    assert "weight-only: vLLM computes with the same weights" in said
+    assert "weight-only: vLLM is meant to compute with the same weights" in said
+
+
+def test_a_check_of_the_model_says_that_vllm_cannot_sample_it_here(folders: Any) -> None:
+    folder, _ = folders("W8A16")
+    config = read_config(folder)
+
+    said = weights_of(config, memory.shape_of(config, torch.bfloat16), "bfloat16", "cpu")
+
+    assert said.endswith("vLLM cannot sample it: it has no kernel for 8 bits on a CPU")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +364,7 @@ def test_packed_layers_that_transformers_leaves_out_are_left_out(tmp_path: Path,
     assert any(isinstance(one, PackedLinear) for one in base.model.modules())
 
 
-# For each kind, a change of its config with which only the feed-forward layers are packed, as multimodal models name them.
+# With these changes of its config only the feed-forward layers are packed, some with the names of multimodal models.
 PARTLY: Mapping[str, Mapping[str, Any]] = {
     "W4A16": {"ignore": ["re:model.language_model.layers.*self_attn.*", "lm_head"]},
     "awq": {"modules_to_not_convert": ["self_attn"]},
@@ -425,6 +435,17 @@ def test_a_model_that_lacks_a_part_of_a_packed_layer_is_invalid(tmp_path: Path) 
 
     with pytest.raises(InvalidModel, match=r"lack 1 weights.*up_proj\.weight_packed"):
         base_of(folder)
+
+
+def test_a_gguf_file_of_the_whole_model_is_refused_before_a_folder_is_made(
+    folders: Any, tmp_path: Path
+) -> None:
+    folder, _ = folders("awq")
+    entry = BaseModelEntry(path=folder, dtype="float32", context=128)
+
+    refuse_unmapped(entry, tmp_path, tmp_path, whole=False)
+    with pytest.raises(UnsupportedModel, match=r"GGUF is not supported for quantized weights \(awq W4A16\)"):
+        refuse_unmapped(entry, tmp_path, tmp_path, whole=True)
 
 
 @pytest.mark.slow

@@ -16,14 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core.registry import BaseModelEntry
+from core.registry import BaseModelEntry, Device, SamplerName
+from core.settings import Settings
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.present import present
 from tests.worker.test_family_jobs import train_on
 from worker.checks.compatibility import refuse_by_config
 from worker.model import capacity, memory, quantized
 from worker.model.policy import Policy, load_base, read_config
+from worker.prepare.model import inspect_model
 from worker.refusals import UnsupportedModel
+from worker.sampling import choice
 from worker.serving.export import TEXTS, merge
 
 BLOCK = 32
@@ -234,7 +237,7 @@ def test_what_says_nothing_of_the_numbers_is_accepted() -> None:
 def test_a_config_with_the_former_name_of_the_quantization_is_refused_with_the_new_one() -> None:
     config = PretrainedConfig(compression_config=compressed())
 
-    with pytest.raises(UnsupportedModel, match="compression_config.*Rename it to quantization_config"):
+    with pytest.raises(UnsupportedModel, match=r"compression_config.*Rename it to quantization_config"):
         quantized.format_of(config)
 
 
@@ -296,6 +299,57 @@ def test_the_format_of_a_multimodal_models_text_part_counts() -> None:
 
     with pytest.raises(UnsupportedModel, match="awq"):
         quantized.format_of(SimpleNamespace(quantization_config=None, get_text_config=lambda: text))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "dtype", "said"),
+    [
+        (compressed(), "cpu", "bfloat16", ""),
+        (compressed(num_bits=8), "cuda", "bfloat16", ""),
+        (compressed(num_bits=8), "cpu", "bfloat16", "8 bits on a CPU"),
+        (compressed(num_bits=8, symmetric=False), "cuda", "bfloat16", "8 bits with zero points"),
+        (compressed(group_size=16), "cuda", "bfloat16", "groups of 16 inputs on a GPU"),
+        (compressed(group_size=16), "cpu", "bfloat16", ""),
+        (compressed(group_size=256), "cuda", "bfloat16", ""),
+        (compressed(num_bits=8, group_size=256), "cuda", "bfloat16", "groups of 256 inputs on a GPU"),
+        (AWQ, "cpu", "bfloat16", ""),
+        (AWQ, "cpu", "float32", "awq with `dtype` float32"),
+        (GPTQ, "cpu", "float32", "gptq with `dtype` float32"),
+        (GPTQ | {"bits": 8}, "cpu", "bfloat16", "8 bits on a CPU"),
+        (GPTQ | {"group_size": 256}, "cuda", "bfloat16", "groups of 256 inputs on a GPU"),
+        (FP8, "cuda", "bfloat16", ""),
+        (FP8, "cpu", "float32", "fp8 with `dtype` float32"),
+        (FP8 | {"activation_scheme": "static"}, "cuda", "bfloat16", "fixed scales of activations"),
+    ],
+)
+def test_weights_for_which_vllm_has_no_kernel_are_refused_with_it(
+    stored: dict[str, Any], device: Device, dtype: str, said: str
+) -> None:
+    config = PretrainedConfig(quantization_config=stored)
+
+    with (
+        pytest.raises(UnsupportedModel, match=f'{said}.*sampler = "transformers"') if said else nullcontext()
+    ):
+        quantized.refuse_without_kernel(config, dtype, device)
+
+
+@pytest.mark.parametrize(("sampler", "refused"), [("vllm", True), ("transformers", False)])
+def test_a_job_that_vllm_cannot_sample_is_refused_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: SamplerName, refused: bool
+) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
+    family.save(tmp_path)
+    mark(tmp_path, AWQ)
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.tiny]\npath = "{tmp_path}"\ndtype = "float32"\ncontext = {CONTEXT}\n')
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: (sampler, "1"))
+    settings = Settings(models_file=models, data_dir=tmp_path)
+
+    with pytest.raises(UnsupportedModel, match="awq with `dtype` float32") if refused else nullcontext():
+        inspect_model("tiny", settings, 1)
 
 
 def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_weights(tmp_path: Path) -> None:

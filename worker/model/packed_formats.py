@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from core.registry import Device
 from worker.refusals import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Role = Literal["packed", "scale", "zero"]
 MODEL = "model"  # in place of a dtype: that of the model
 BYTES_OF = {"int32": 4, "float32": 4, "float8_e4m3fn": 1}
+MARLIN_GROUPS = (32, 64, 128)  # vLLM's kernel for packed integers on GPUs
 DECODED_ELEMENTS = 1 << 22  # of an fp8 weight, that are in float32 at a time
 
 CONVERT = "Use the bfloat16 model that it was made from, or its conversion to W4A16 by llmcompressor."
@@ -62,6 +64,10 @@ class PackedFormat(Protocol):
         """Whether the config leaves this layer plain."""
         ...
 
+    def no_kernel(self, device: Device, dtype: str) -> str:
+        """For what vLLM 0.32 has no kernel on this device with a model in `dtype`; "": it has one."""
+        ...
+
     def tensors(self, rows: int, columns: int) -> Mapping[Role, StoredTensor]: ...
 
     def problem(self, rows: int, columns: int) -> str:
@@ -99,6 +105,11 @@ class CompressedTensors:
         spellings = _spellings(layer)
         packed = "Linear" in self.targets or _named(self.targets, spellings)
         return not packed or _named(self.ignored, spellings)
+
+    def no_kernel(self, device: Device, dtype: str) -> str:
+        if self.bits == 8 and not self.symmetric:
+            return "8 bits with zero points"
+        return _no_kernel_for_integers(device, self.bits, self.group, (256,) if self.bits == 4 else ())
 
     def tensors(self, rows: int, columns: int) -> Mapping[Role, StoredTensor]:
         per, groups = 32 // self.bits, _groups(columns, self.group)
@@ -141,6 +152,9 @@ class Awq:
     def skips(self, layer: str) -> bool:
         return any(one in own for own in _spellings(layer) for one in self.unconverted)
 
+    def no_kernel(self, device: Device, dtype: str) -> str:
+        return "awq with `dtype` float32" if dtype == "float32" else ""
+
     def tensors(self, rows: int, columns: int) -> Mapping[Role, StoredTensor]:
         groups = _groups(columns, self.group)
         return {
@@ -180,6 +194,11 @@ class Gptq:
     def skips(self, layer: str) -> bool:
         return bool(self.converted) and not any(f".{layer}".endswith(f".{one}") for one in self.converted)
 
+    def no_kernel(self, device: Device, dtype: str) -> str:
+        if dtype == "float32":
+            return "gptq with `dtype` float32"
+        return _no_kernel_for_integers(device, self.bits, self.group)
+
     def tensors(self, rows: int, columns: int) -> Mapping[Role, StoredTensor]:
         return {
             "packed": StoredTensor("qweight", (columns // (32 // self.bits), rows), "int32"),
@@ -208,12 +227,18 @@ class Fp8Blocks:
 
     block: tuple[int, int]  # rows, columns
     unconverted: tuple[str, ...] = field(default=())
+    has_fixed_activations: bool = False  # their scales are in the files
     name: ClassVar[str] = "fp8"
     weight_only: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ("input_scale",)
 
     def skips(self, layer: str) -> bool:
         return any(f".{one}." in f".{own}." for own in _spellings(layer) for one in self.unconverted)
+
+    def no_kernel(self, device: Device, dtype: str) -> str:
+        if self.has_fixed_activations:
+            return "fp8 blocks with fixed scales of activations (activation_scheme)"
+        return "fp8 with `dtype` float32" if dtype == "float32" else ""
 
     def tensors(self, rows: int, columns: int) -> Mapping[Role, StoredTensor]:
         scales = (-(-rows // self.block[0]), -(-columns // self.block[1]))
@@ -240,6 +265,15 @@ class Fp8Blocks:
                 packed[part].to(scale.dtype).mul_(factors.repeat_interleave(height, 0)[: len(target)])
             )
         return weight
+
+
+def _no_kernel_for_integers(device: Device, bits: int, group: int, more_groups: Sequence[int] = ()) -> str:
+    """`more_groups`: that a GPU has a kernel for beside those of Marlin."""
+    if device == "cpu":
+        return "8 bits on a CPU" if bits == 8 else ""
+    if group and group not in (*MARLIN_GROUPS, *more_groups):
+        return f"groups of {group} inputs on a GPU"
+    return ""
 
 
 def _spellings(layer: str) -> set[str]:
@@ -368,7 +402,9 @@ def _read_fp8(stored: Quantization) -> PackedFormat | None:
     if not block or len(block) != 2:
         return None
     plain = stored.get("ignored_layers") or stored.get("modules_to_not_convert")
-    return Fp8Blocks((int(block[0]), int(block[1])), _names(plain))
+    return Fp8Blocks(
+        (int(block[0]), int(block[1])), _names(plain), stored.get("activation_scheme") == "static"
+    )
 
 
 # By `quant_method` of a config. The functions return None for weights that they leave to transformers to convert.
@@ -393,7 +429,8 @@ _ORIGIN = (
 # or what vLLM computes with them.
 _UNDERSTOOD: Mapping[str, Collection[str]] = {
     "compressed-tensors": (
-        "format config_groups ignore sparsity_config quantization_status version global_compression_ratio run_compressed"
+        "format config_groups ignore sparsity_config quantization_status version "
+        "global_compression_ratio run_compressed"
     ).split(),
     "awq": (
         "bits w_bit group_size q_group_size zero_point version modules_to_not_convert data_type sym packing_format"

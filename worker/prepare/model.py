@@ -70,7 +70,7 @@ def inspect_model(
 
     Raises:
         UserMistake: its sampler is missing, cannot sample it, needs more GPUs than a job has, or cannot be divided.
-        UnsupportedModel: the architecture is not computed correctly here.
+        UnsupportedModel: the architecture is not computed correctly here, or vLLM has no kernel for its weights.
         GpuUnusable: torch cannot use the GPU of this machine.
         TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS and REGRAFT_SAMPLING_GPUS together.
     """
@@ -96,6 +96,8 @@ def inspect_model(
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     compatibility.refuse_by_config(config, entry.context)
+    if sampler == "vllm" and not fleet:
+        quantized.refuse_without_kernel(config, entry.dtype, device)
     quantization = quantized.format_of(config)
     precision = quantized.described(config, DTYPES[entry.dtype], sampler)
     with refusing(config):
