@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from core.database.tables import Job
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry, Device, SamplerName
 from core.settings import Settings
 from tests.families.zoo import CONTEXT, FAMILIES
@@ -25,7 +27,8 @@ from worker.checks.compatibility import refuse_by_config
 from worker.model import capacity, memory, quantized
 from worker.model.policy import Policy, load_base, read_config
 from worker.prepare.model import inspect_model
-from worker.refusals import UnsupportedModel
+from worker.prepare.task import refuse_uncorrected
+from worker.refusals import UnsupportedModel, UserMistake
 from worker.sampling import choice
 from worker.serving.export import TEXTS, merge
 
@@ -350,6 +353,43 @@ def test_a_job_that_vllm_cannot_sample_is_refused_by_its_config(
 
     with pytest.raises(UnsupportedModel, match="awq with `dtype` float32") if refused else nullcontext():
         inspect_model("tiny", settings, 1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "stored", "advanced", "refused"),
+    [
+        ("vllm", FP8, {"importance": {"type": "none"}}, True),
+        ("vllm", FP8, {}, False),
+        ("vllm", FP8, {"loss": {"type": "dppo"}}, False),
+        ("vllm", AWQ, {"importance": {"type": "none"}}, False),
+        ("transformers", FP8, {"importance": {"type": "none"}}, False),
+    ],
+)
+def test_quantized_activations_require_importance_weights(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: SamplerName,
+    stored: dict[str, Any],
+    advanced: dict[str, Any],
+    refused: bool,
+) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
+    family.save(tmp_path)
+    mark(tmp_path, stored)
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.tiny]\npath = "{tmp_path}"\ndtype = "bfloat16"\ncontext = {CONTEXT}\n')
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: (sampler, "1"))
+    base = inspect_model("tiny", Settings(models_file=models, data_dir=tmp_path), 1)
+    asked = Hyperparameters.model_validate({"advanced": advanced})
+    settings = resolve(asked, rows=8, parameters=1000, context=CONTEXT)
+    job = Job(method="reinforcement", body={})
+
+    with (
+        pytest.raises(UserMistake, match=r"with the fp8 weights.*Use importance 'truncate'")
+        if refused
+        else nullcontext()
+    ):
+        refuse_uncorrected(job, base, settings)
 
 
 def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_weights(tmp_path: Path) -> None:

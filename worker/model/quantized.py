@@ -220,12 +220,18 @@ def refuse_without_kernel(config: Any, dtype: str, device: Device) -> None:
         )
 
 
+def quantizes_activations(config: Any) -> bool:
+    """Whether vLLM may quantize the activations of the model, and not its weights alone."""
+    found = packed_format_of(config)
+    return bool(format_of(config)) and not (found is not None and found.weight_only)
+
+
 def agreement(config: Any) -> str:
     """The class of agreement between vLLM and training, in words; "" if the weights are not quantized."""
-    name, found = format_of(config), packed_format_of(config)
+    name = format_of(config)
     if not name:
         return ""
-    if found is not None and found.weight_only:
+    if not quantizes_activations(config):
         return "weight-only: vLLM is meant to compute with the same weights and with plain activations"
     return f"activations too: vLLM with {name} may quantize activations, so expect a larger logprob_gap"
 

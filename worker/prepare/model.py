@@ -43,6 +43,7 @@ class BaseModel:
     rows: bool = False  # it is known or expected to be computed in rows
     quantization: str = ""  # the format of its quantized weights
     precision: str = ""  # how these are computed with, in words
+    quantizes_activations: bool = False  # the sampler may, and the trainer does not
     engines: Placement = ONE_ENGINE  # of vLLM
     fleet: tuple[str, ...] = ()  # the addresses of the fleet that samples instead
 
@@ -100,6 +101,7 @@ def inspect_model(
         quantized.refuse_without_kernel(config, entry.dtype, device)
     quantization = quantized.format_of(config)
     precision = quantized.described(config, DTYPES[entry.dtype], sampler)
+    quantizes_activations = sampler == "vllm" and quantized.quantizes_activations(config)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
@@ -114,7 +116,18 @@ def inspect_model(
             "model",
         )
     return BaseModel(
-        entry, source, shape, device, sampler, version, rows, quantization, precision, engines, fleet
+        entry,
+        source,
+        shape,
+        device,
+        sampler,
+        version,
+        rows,
+        quantization,
+        precision,
+        quantizes_activations,
+        engines,
+        fleet,
     )
 
 
