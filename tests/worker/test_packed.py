@@ -412,6 +412,18 @@ def assert_memory_is_that_of_the_loaded_model(folder: Path) -> None:
     assert counted.weight_bytes == held
 
 
+def test_a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, "gptq")  # with zeros
+    base_of(folder)
+    file = folder / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.bias"
+    save_file(load_file(file) | {name: torch.ones(128).half()}, file, metadata={"format": "pt"})
+
+    with pytest.raises(UnsupportedModel, match=f"the bias {name}, which the model does not have"):
+        base_of(folder)
+
+
 def test_a_layer_without_whole_groups_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     pack(folder, "W4A16")

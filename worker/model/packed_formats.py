@@ -1,8 +1,9 @@
 """Formats of quantized weights that stay packed in memory: which tensors a layer has in the files, and its weight.
 
-The arithmetic is that of vLLM's weight-only kernels, so that trainer and sampler compute with the same weights: scales
-are rounded to the model's dtype first, and the product of integer and scale is rounded once. compressed-tensors itself
-multiplies in the dtype of the scale and rounds last, which differs where scales are in float16 and the model is not.
+The arithmetic is that of vLLM's weight-only kernels for scales by group: scales are rounded to the model's dtype first,
+and the product of integer and scale is rounded once. With one scale for each output, Marlin on GPUs multiplies the sum
+in float32 by the scale instead, and rounds no weight. compressed-tensors itself multiplies in the dtype of the scale
+and rounds last, which differs where scales are in float16 and the model is not.
 
 Imports no torch, so that memory can be estimated from a config.json alone.
 """
