@@ -455,9 +455,9 @@ def test_a_gguf_file_of_the_whole_model_is_refused_before_a_folder_is_made(
     folder, _ = folders("awq")
     entry = BaseModelEntry(path=folder, dtype="float32", context=128)
 
-    refuse_unmapped(entry, tmp_path, tmp_path, whole=False)
+    refuse_unmapped(entry, tmp_path, tmp_path, with_model=False)
     with pytest.raises(UnsupportedModel, match=r"GGUF is not supported for quantized weights \(awq W4A16\)"):
-        refuse_unmapped(entry, tmp_path, tmp_path, whole=True)
+        refuse_unmapped(entry, tmp_path, tmp_path, with_model=True)
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ from tests.worker.test_family_jobs import train_on
 from worker.checks.compatibility import refuse_by_config
 from worker.model import capacity, memory, quantized
 from worker.model.policy import Policy, load_base, read_config
+from worker.packages import vllm_version
 from worker.prepare.model import inspect_model
 from worker.prepare.task import refuse_uncorrected
 from worker.refusals import UnsupportedModel, UserMistake
-from worker.sampling import choice
 from worker.serving.export import TEXTS, merge
 
 BLOCK = 32
@@ -339,17 +339,17 @@ def test_weights_for_which_vllm_has_no_kernel_are_refused_with_it(
         quantized.refuse_without_kernel(config, dtype, device)
 
 
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(("sampler", "refused"), [("vllm", True), ("transformers", False)])
 def test_a_job_that_vllm_cannot_sample_is_refused_by_its_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: SamplerName, refused: bool
+    tmp_path: Path, sampler: SamplerName, refused: bool
 ) -> None:
     [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
     family.save(tmp_path)
     mark(tmp_path, AWQ)
     models = tmp_path / "models.toml"
     models.write_text(f'[models.tiny]\npath = "{tmp_path}"\ndtype = "float32"\ncontext = {CONTEXT}\n')
-    monkeypatch.setattr(choice, "choose", lambda *_, **__: (sampler, "1"))
-    settings = Settings(models_file=models, data_dir=tmp_path)
+    settings = Settings(models_file=models, data_dir=tmp_path, sampler=sampler)
 
     with pytest.raises(UnsupportedModel, match="awq with `dtype` float32") if refused else nullcontext():
         inspect_model("tiny", settings, 1)
@@ -367,7 +367,6 @@ def test_a_job_that_vllm_cannot_sample_is_refused_by_its_config(
 )
 def test_quantized_activations_require_importance_weights(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     sampler: SamplerName,
     stored: dict[str, Any],
     advanced: dict[str, Any],
@@ -378,10 +377,11 @@ def test_quantized_activations_require_importance_weights(
     mark(tmp_path, stored)
     models = tmp_path / "models.toml"
     models.write_text(f'[models.tiny]\npath = "{tmp_path}"\ndtype = "bfloat16"\ncontext = {CONTEXT}\n')
-    monkeypatch.setattr(choice, "choose", lambda *_, **__: (sampler, "1"))
-    base = inspect_model("tiny", Settings(models_file=models, data_dir=tmp_path), 1)
+    fleet = {"tiny": ("http://sampler:8300",)} if sampler == "vllm" else {}
+    settings = Settings(models_file=models, data_dir=tmp_path, samplers=fleet, samplers_key="secret")
+    base = inspect_model("tiny", settings, 1)
     asked = Hyperparameters.model_validate({"advanced": advanced})
-    settings = resolve(asked, rows=8, parameters=1000, context=CONTEXT)
+    resolved = resolve(asked, rows=8, parameters=1000, context=CONTEXT)
     job = Job(method="reinforcement", body={})
 
     with (
@@ -389,7 +389,7 @@ def test_quantized_activations_require_importance_weights(
         if refused
         else nullcontext()
     ):
-        refuse_uncorrected(job, base, settings)
+        refuse_uncorrected(job, base, resolved)
 
 
 def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_weights(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ FORMATS: Mapping[str, Callable[[Quantization], PackedFormat | None]] = {
 }
 
 
-# How a quantizer found the numbers and where it ran, which says nothing of their meaning.
+# Keys that say how a quantizer found the numbers and where it ran. They do not change what the numbers mean.
 _ORIGIN = (
     "quant_method batch_size dataset nsamples seqlen model_seqlen tokenizer pad_token_id max_input_length meta backend "
     "use_exllama exllama_config disable_exllama use_cuda_fp16 do_fuse fuse_max_seq_len modules_to_fuse "

@@ -108,13 +108,7 @@ def inspect_model(
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
     if full:
         full_policy.refuse(config, shape.parameters)
-    if shape.heads % engines.tensor_parallel:
-        raise UserMistake(
-            "sampler_unavailable",
-            f"`tensor_parallel = {engines.tensor_parallel}` in the model's entry does not divide its {shape.heads} "
-            "attention heads.",
-            "model",
-        )
+    refuse_undivided(shape, engines)
     return BaseModel(
         entry,
         source,
@@ -129,6 +123,17 @@ def inspect_model(
         engines,
         fleet,
     )
+
+
+def refuse_undivided(shape: Shape, engines: Placement) -> None:
+    """Raises UserMistake: the model's heads cannot be divided over the GPUs of an engine."""
+    if shape.heads % engines.tensor_parallel:
+        raise UserMistake(
+            "sampler_unavailable",
+            f"`tensor_parallel = {engines.tensor_parallel}` in the model's entry does not divide its {shape.heads} "
+            "attention heads.",
+            "model",
+        )
 
 
 def refuse_full(job: Job, settings: Settings) -> None:

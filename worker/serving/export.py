@@ -65,7 +65,7 @@ def export_to(
         with scratch_folder(folder.absolute().parent) as scratch:
             if format != "merged":
                 _download(_without_weights(home), blobs, checkpoint.id, scratch)
-                refuse_unmapped(entry, settings.model_cache, scratch, whole=format == "gguf")
+                refuse_unmapped(entry, settings.model_cache, scratch, with_model=format == "gguf")
             _download(home, blobs, checkpoint.id, scratch)
             with writing_to(folder, OUTPUT):
                 return _write(entry, settings.model_cache, scratch, folder, format, weight_type)
@@ -131,12 +131,12 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     _copy_texts(adapter, folder)
 
 
-def refuse_unmapped(entry: BaseModelEntry, cache: Path, checkpoint: Path, *, whole: bool) -> None:
+def refuse_unmapped(entry: BaseModelEntry, cache: Path, checkpoint: Path, *, with_model: bool) -> None:
     """Refuse a model without a tested mapping to llama.cpp, before any weights are read.
 
     Args:
         checkpoint: a folder with the small files of the checkpoint.
-        whole: whether the file has the model and its tokenizer, not an adapter alone.
+        with_model: whether the file has the model and its tokenizer, not an adapter alone.
 
     Raises:
         Refusal: the architecture, the tokenizer or the format of the weights has no tested mapping.
@@ -148,7 +148,7 @@ def refuse_unmapped(entry: BaseModelEntry, cache: Path, checkpoint: Path, *, who
 
     config = read_config(_source_of(entry, cache, checkpoint))
     Architecture(config)
-    if whole:
+    if with_model:
         refuse_quantized(config)
         read_description(checkpoint)
 
