@@ -23,6 +23,7 @@ MADE_LATER = {
     "graders/builtin/format_check.py: pattern": "the user's, in the hazard pool, which limits its time",
     "worker/model/targets.py: pattern": "alternatives of plain words",
     "worker/model/packed_formats.py: one.removeprefix('re:')": "of the files of a model that the operator registered",
+    "worker/model/packed.py: one": "transformers' own, of tensors that a model does not load",
     "worker/supervisor/probes.py: pattern": "the operator's, with a timeout",
 }
 SLOW = {

@@ -166,13 +166,17 @@ def _exact(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return (tensor if dtype is None else tensor.to(dtype)).double()
 
 
-def pack(folder: Path, name: str, seed: int = 0) -> dict[str, Tensor]:
-    """Give the linear layers of a saved model's blocks random packed weights. Returns their float32 values by name."""
+def pack(folder: Path, name: str, seed: int = 0, only: str = "") -> dict[str, Tensor]:
+    """Give the linear layers of a saved model's blocks random packed weights. Returns their float32 values by name.
+
+    Args:
+        only: a part of the names of the layers that get them; "": all.
+    """
     kind, generator = KINDS[name], torch.Generator().manual_seed(seed)
     file = folder / "model.safetensors"
     stored, values = Tensors(), {}
     for tensor, weight in sorted(load_file(file).items()):
-        if not tensor.endswith("proj.weight"):
+        if not tensor.endswith("proj.weight") or only not in tensor:
             stored[tensor] = weight
             continue
         rows, columns = weight.shape

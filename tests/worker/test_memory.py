@@ -140,7 +140,9 @@ class TestPackedBases:
     def test_they_are_not_sharded_over_gpus(self) -> None:
         packed = present(sizing.shape_of_config(LLAMA_70B_CONFIG | {"quantization_config": W4A16}, 2))
 
-        with pytest.raises(DoesNotFit, match="not sharded over GPUs, because they are packed"):
+        with pytest.raises(
+            DoesNotFit, match=r"because they are packed: use a larger GPU, or set `sampler = .transformers"
+        ):
             sizing.plan_sharded("big", packed, WORK, replace(H100, available=30 * GIB), gpus=8)
 
 

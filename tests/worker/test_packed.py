@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.registry import BaseModelEntry
+from tests.families.zoo import FAMILIES
 from tests.present import present, untyped
 from tests.tiny import make_tiny_model
 from tests.worker.conftest import Bench
@@ -24,13 +25,14 @@ from tests.worker.test_family_jobs import train_on
 from tests.worker.test_resume import Fate, crash, die, left_by, measured_in, moment, mortal
 from worker.checks import compatibility
 from worker.cli import main
+from worker.cli.models import weights_of
 from worker.model import memory, packed, quantized, sizing
 from worker.model.packed import PackedLinear
 from worker.model.packed_formats import format_in
 from worker.model.policy import Base, Policy, load_base, read_config
 from worker.refusals import InvalidModel, UnsupportedModel
 from worker.serving.continuous import ServedModel
-from worker.serving.export import TEXTS, merge
+from worker.serving.export import TEXTS, merge, refuse_unmapped
 from worker.sharing.image import Image, opened
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -312,7 +314,16 @@ def test_a_check_of_the_model_shows_the_format_and_the_memory_of_its_weights(
 
     said = capsys.readouterr().out
     assert "weights        compressed-tensors W4A16, packed, " in said
-    assert "weight-only: vLLM computes with the same weights" in said
+    assert "weight-only: vLLM is meant to compute with the same weights" in said
+
+
+def test_a_check_of_the_model_says_that_vllm_cannot_sample_it_here(folders: Any) -> None:
+    folder, _ = folders("W8A16")
+    config = read_config(folder)
+
+    said = weights_of(config, memory.shape_of(config, torch.bfloat16), "bfloat16", "cpu")
+
+    assert said.endswith("vLLM cannot sample it: it has no kernel for 8 bits on a CPU")
 
 
 @pytest.mark.parametrize(
@@ -320,6 +331,7 @@ def test_a_check_of_the_model_shows_the_format_and_the_memory_of_its_weights(
     [
         ({"lm_head.weight_packed": 8, "lm_head.weight_scale": 2}, r"its head \(lm_head\) is packed"),
         ({"model.layers.0.self_attn.q_proj.weight_zero_point": 2}, "the tensor .*q_proj.weight_zero_point"),
+        ({"model.layers.0.self_attn.q_proj.transform.weight": 2}, "the tensor .*q_proj.transform.weight"),
         ({"model.layers.0.mixer.weight_scale": 2}, "model.layers.0.mixer, which is no linear layer"),
     ],
 )
@@ -333,6 +345,82 @@ def test_files_that_do_not_fit_the_format_are_refused(
     save_file(load_file(file) | added, file, metadata={"format": "pt"})
 
     with pytest.raises(UnsupportedModel, match=said):
+        base_of(folder)
+
+
+@pytest.mark.parametrize("layer", ["mtp.layers.0.mlp.up_proj", "model.visual.blocks.0.mlp.linear_fc1"])
+def test_packed_layers_that_transformers_leaves_out_are_left_out(tmp_path: Path, layer: str) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Qwen 3.5"]
+    family.save(tmp_path)
+    name = "fp8 with blocks that are cut off"
+    pack(tmp_path, name)
+    file = tmp_path / "model.safetensors"
+    added = KINDS[name].make(128, 64, torch.Generator().manual_seed(0))
+    stored = load_file(file) | {f"{layer}.{own}": tensor for own, tensor in added.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+
+    base = base_of(tmp_path)
+
+    assert any(isinstance(one, PackedLinear) for one in base.model.modules())
+
+
+# With these changes of its config only the feed-forward layers are packed, some with the names of multimodal models.
+PARTLY: Mapping[str, Mapping[str, Any]] = {
+    "W4A16": {"ignore": ["re:model.language_model.layers.*self_attn.*", "lm_head"]},
+    "awq": {"modules_to_not_convert": ["self_attn"]},
+    "gptq": {"modules_in_block_to_quantize": [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]},
+    "fp8 with blocks that are cut off": {
+        "modules_to_not_convert": [
+            f"language_model.model.layers.{layer}.self_attn.{part}_proj"
+            for layer in (0, 1)
+            for part in "qkvo"
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_layers_that_the_config_leaves_plain_are_counted_as_plain(tmp_path: Path, name: str) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, name, only="mlp")
+    change_config(folder, PARTLY[name])
+
+    assert_memory_is_that_of_the_loaded_model(folder)
+
+
+def test_only_the_targets_of_a_scheme_are_counted_as_packed(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, "W4A16", only="mlp")
+    [group] = KINDS["W4A16"].config["config_groups"].values()
+    change_config(folder, {"config_groups": {"group_0": group | {"targets": ["re:.*mlp.*"]}}})
+
+    assert_memory_is_that_of_the_loaded_model(folder)
+
+
+def change_config(folder: Path, change: Mapping[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def assert_memory_is_that_of_the_loaded_model(folder: Path) -> None:
+    base = base_of(folder)
+
+    held = sum(tensor.nbytes for tensor in base.model.state_dict().values())
+    assert memory.shape_of(read_config(folder), torch.float32).weight_bytes == held
+    counted = present(sizing.shape_of_config(json.loads((folder / "config.json").read_text()), 4))
+    assert counted.weight_bytes == held
+
+
+def test_a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    pack(folder, "gptq")  # with zeros
+    base_of(folder)
+    file = folder / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.bias"
+    save_file(load_file(file) | {name: torch.ones(128).half()}, file, metadata={"format": "pt"})
+
+    with pytest.raises(UnsupportedModel, match=f"the bias {name}, which the model does not have"):
         base_of(folder)
 
 
@@ -359,6 +447,17 @@ def test_a_model_that_lacks_a_part_of_a_packed_layer_is_invalid(tmp_path: Path) 
 
     with pytest.raises(InvalidModel, match=r"lack 1 weights.*up_proj\.weight_packed"):
         base_of(folder)
+
+
+def test_a_gguf_file_of_the_whole_model_is_refused_before_a_folder_is_made(
+    folders: Any, tmp_path: Path
+) -> None:
+    folder, _ = folders("awq")
+    entry = BaseModelEntry(path=folder, dtype="float32", context=128)
+
+    refuse_unmapped(entry, tmp_path, tmp_path, with_model=False)
+    with pytest.raises(UnsupportedModel, match=r"GGUF is not supported for quantized weights \(awq W4A16\)"):
+        refuse_unmapped(entry, tmp_path, tmp_path, with_model=True)
 
 
 @pytest.mark.slow

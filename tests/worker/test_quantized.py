@@ -16,13 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core.registry import BaseModelEntry
+from core.database.tables import Job
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.registry import BaseModelEntry, Device, SamplerName
+from core.settings import Settings
 from tests.families.zoo import CONTEXT, FAMILIES
+from tests.present import present
 from tests.worker.test_family_jobs import train_on
 from worker.checks.compatibility import refuse_by_config
 from worker.model import capacity, memory, quantized
 from worker.model.policy import Policy, load_base, read_config
-from worker.refusals import UnsupportedModel
+from worker.packages import vllm_version
+from worker.prepare.model import inspect_model
+from worker.prepare.task import refuse_uncorrected
+from worker.refusals import UnsupportedModel, UserMistake
 from worker.serving.export import TEXTS, merge
 
 BLOCK = 32
@@ -140,6 +147,10 @@ def compressed(format: str = "pack-quantized", activations: Any = None, **weight
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
+def compressed_with(**more: Any) -> dict[str, Any]:
+    return compressed() | more
+
+
 def two_groups() -> dict[str, Any]:
     one = compressed()
     return one | {"config_groups": one["config_groups"] | {"group_1": {"weights": W4 | {"group_size": 64}}}}
@@ -158,11 +169,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed(num_bits=3), "4 and 8 bits"),
     (compressed(type="float", num_bits=8), "not float8"),
     (compressed(strategy="tensor"), "scales by tensor"),
+    (compressed(strategy=None, group_size=None), "scales by tensor"),
+    (compressed(group_size="32"), "group_size is '32', which is no number"),
+    (compressed_with(config_groups={}), "config_groups are empty"),
+    (compressed_with(config_groups=None), "config_groups are empty"),
+    (compressed_with(config_groups={"group_0": {"weights": None}}), "says nothing of the weights"),
+    (compressed_with(kv_cache_scheme={"num_bits": 8, "type": "float"}), "keys and values.*kv_cache_scheme"),
+    (compressed_with(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}), "transform_config"),
+    (compressed_with(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
     (two_groups(), "more than one way"),
     (AWQ | {"version": "gemv"}, "version gemv.*version gemm"),
     (AWQ | {"zero_point": False}, "zero points"),
     (AWQ | {"bits": 8}, "only 4 bits"),
-    (GPTQ | {"desc_act": True}, "act-order"),
+    (GPTQ | {"desc_act": True}, r"it has act-order \(desc_act\), which is not computed here\. Use"),
+    (GPTQ | {"group_size": "128"}, "group_size is '128', which is no number"),
+    (GPTQ | {"is_marlin_format": True}, "is_marlin_format in its config"),
+    (AWQ | {"rotation": "R1"}, "rotation in its config"),
     (GPTQ | {"sym": False}, "symmetric"),
     (GPTQ | {"bits": 3}, "4 and 8 bits"),
     (GPTQ | {"dynamic": {"-:lm_head": {}}}, "more than one way"),
@@ -200,6 +222,26 @@ def test_experts_that_are_packed_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedModel, match=r"awq W4A16\), and it is a mixture of experts.*bfloat16"):
         refuse_by_config(read_config(tmp_path), CONTEXT)
+
+
+def test_groups_without_a_strategy_have_that_of_their_size() -> None:
+    config = PretrainedConfig(quantization_config=compressed(strategy=None))
+
+    assert present(quantized.packed_format_of(config)).tensors(8, 64)["scale"].shape == (8, 2)
+
+
+def test_what_says_nothing_of_the_numbers_is_accepted() -> None:
+    more = {"kv_cache_scheme": None, "transform_config": {}, "sparsity_config": {"format": "dense"}}
+    config = PretrainedConfig(quantization_config=compressed() | more | {"version": "0.14.0"})
+
+    assert quantized.format_of(config) == "compressed-tensors W4A16"
+
+
+def test_a_config_with_the_former_name_of_the_quantization_is_refused_with_the_new_one() -> None:
+    config = PretrainedConfig(compression_config=compressed())
+
+    with pytest.raises(UnsupportedModel, match=r"compression_config.*Rename it to quantization_config"):
+        quantized.format_of(config)
 
 
 def test_act_order_changes_nothing_where_a_row_has_one_scale() -> None:
@@ -260,6 +302,94 @@ def test_the_format_of_a_multimodal_models_text_part_counts() -> None:
 
     with pytest.raises(UnsupportedModel, match="awq"):
         quantized.format_of(SimpleNamespace(quantization_config=None, get_text_config=lambda: text))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "dtype", "said"),
+    [
+        (compressed(), "cpu", "bfloat16", ""),
+        (compressed(num_bits=8), "cuda", "bfloat16", ""),
+        (compressed(num_bits=8), "cpu", "bfloat16", "8 bits on a CPU"),
+        (compressed(num_bits=8, symmetric=False), "cuda", "bfloat16", "8 bits with zero points"),
+        (compressed(group_size=16), "cuda", "bfloat16", "groups of 16 inputs on a GPU"),
+        (compressed(group_size=16), "cpu", "bfloat16", ""),
+        (compressed(group_size=256), "cuda", "bfloat16", ""),
+        (compressed(num_bits=8, group_size=256), "cuda", "bfloat16", "groups of 256 inputs on a GPU"),
+        (AWQ, "cpu", "bfloat16", ""),
+        (AWQ, "cpu", "float32", "awq with `dtype` float32"),
+        (GPTQ, "cpu", "float32", "gptq with `dtype` float32"),
+        (GPTQ | {"bits": 8}, "cpu", "bfloat16", "8 bits on a CPU"),
+        (GPTQ | {"group_size": 256}, "cuda", "bfloat16", "groups of 256 inputs on a GPU"),
+        (FP8, "cuda", "bfloat16", ""),
+        (FP8, "cpu", "float32", "fp8 with `dtype` float32"),
+        (FP8 | {"activation_scheme": "static"}, "cuda", "bfloat16", "fixed scales of activations"),
+    ],
+)
+def test_weights_for_which_vllm_has_no_kernel_are_refused_with_it(
+    stored: dict[str, Any], device: Device, dtype: str, said: str
+) -> None:
+    config = PretrainedConfig(quantization_config=stored)
+
+    with (
+        pytest.raises(UnsupportedModel, match=f'{said}.*sampler = "transformers"') if said else nullcontext()
+    ):
+        quantized.refuse_without_kernel(config, dtype, device)
+
+
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(("sampler", "refused"), [("vllm", True), ("transformers", False)])
+def test_a_job_that_vllm_cannot_sample_is_refused_by_its_config(
+    tmp_path: Path, sampler: SamplerName, refused: bool
+) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
+    family.save(tmp_path)
+    mark(tmp_path, AWQ)
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.tiny]\npath = "{tmp_path}"\ndtype = "float32"\ncontext = {CONTEXT}\n')
+    settings = Settings(models_file=models, data_dir=tmp_path, sampler=sampler)
+
+    with pytest.raises(UnsupportedModel, match="awq with `dtype` float32") if refused else nullcontext():
+        inspect_model("tiny", settings, 1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "stored", "advanced", "refused"),
+    [
+        ("vllm", FP8, {"importance": {"type": "none"}}, True),
+        ("vllm", FP8, {}, False),
+        ("vllm", FP8, {"loss": {"type": "dppo"}}, False),
+        ("vllm", AWQ, {"importance": {"type": "none"}}, False),
+        ("transformers", FP8, {"importance": {"type": "none"}}, False),
+    ],
+)
+def test_quantized_activations_require_importance_weights(
+    tmp_path: Path,
+    sampler: SamplerName,
+    stored: dict[str, Any],
+    advanced: dict[str, Any],
+    refused: bool,
+) -> None:
+    [family] = [one for one in FAMILIES if one.title == "Llama 2, 3"]
+    family.save(tmp_path)
+    mark(tmp_path, stored)
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.tiny]\npath = "{tmp_path}"\ndtype = "bfloat16"\ncontext = {CONTEXT}\n')
+    fleet = {"tiny": ("http://sampler:8300",)} if sampler == "vllm" else {}
+    settings = Settings(models_file=models, data_dir=tmp_path, samplers=fleet, samplers_key="secret")
+    base = inspect_model("tiny", settings, 1)
+    asked = Hyperparameters.model_validate({"advanced": advanced})
+    resolved = resolve(asked, rows=8, parameters=1000, context=CONTEXT)
+    job = Job(method="reinforcement", body={})
+
+    with (
+        pytest.raises(UserMistake, match=r"with the fp8 weights.*Use importance 'truncate'")
+        if refused
+        else nullcontext()
+    ):
+        refuse_uncorrected(job, base, resolved)
 
 
 def test_a_larger_gap_is_announced_if_the_sampler_computes_with_the_quantized_weights(tmp_path: Path) -> None:

@@ -220,6 +220,18 @@ def test_the_bound_is_by_precision_unless_the_operator_sets_one() -> None:
     assert gate(0.0, "bfloat16") is None
 
 
+def test_a_sampler_that_may_quantize_activations_is_named_with_the_remedy() -> None:
+    gate = present(SamplerGate.of("auto", sampler="vllm", precision="bfloat16", quantization="fp8"))
+    gap = SamplerGap(mean=0.1, largest=1.0, tokens=8)
+
+    problem = present(gate.problem(gap))
+
+    assert (
+        "may quantize activations with the fp8 weights of this model: use the model's files in bf" in problem
+    )
+    assert problem.endswith('`sampler = "transformers"` in its entry. The step was not taken.')
+
+
 def test_a_mean_that_is_no_number_is_left_to_the_rule_for_gradients() -> None:
     assert GATE.problem(SamplerGap(mean=float("nan"), largest=float("nan"), tokens=1)) is None
 

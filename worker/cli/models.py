@@ -204,7 +204,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
         largest_difference=verdict.largest,
         **policy.coverage.as_data(),
         parameters=shape.parameters,
-        weights=weights_of(config, shape, entry.dtype),
+        weights=weights_of(config, shape, entry.dtype, device),
         memory={
             tokens: needed(shape, tokens, device)
             for tokens in sorted({*(t for t in CONTEXTS if t < entry.context), entry.context})
@@ -214,8 +214,8 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
     )
 
 
-def weights_of(config: Any, shape: Shape, dtype: str) -> str:
-    """The format of the weights, their memory, and for quantized ones the class of agreement with vLLM."""
+def weights_of(config: Any, shape: Shape, dtype: str, device: Device) -> str:
+    """The format of the weights, their memory, and for quantized ones how close vLLM is to them, or why it is not."""
     from worker.model import quantized
 
     size = f"{shape.weight_bytes / GIB:.2g} GiB"
@@ -223,7 +223,11 @@ def weights_of(config: Any, shape: Shape, dtype: str) -> str:
     if not name:
         return f"{dtype}, {size}"
     kept = "packed" if shape.packed.parameters else f"converted to {dtype}"
-    return f"{name}, {kept}, {size}; {quantized.agreement(config)}"
+    missing = quantized.no_kernel(config, dtype, device)
+    vllm = (
+        f"vLLM cannot sample it: it has no kernel for {missing}" if missing else quantized.agreement(config)
+    )
+    return f"{name}, {kept}, {size}; {vllm}"
 
 
 def needed(shape: Shape, tokens: int, device: Device) -> str:

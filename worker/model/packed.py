@@ -6,11 +6,13 @@ quantizer is needed.
 """
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -115,14 +117,14 @@ class _Stored(nn.Module):
 
 
 def load(
-    config: Any, source: Path | str, format: PackedFormat, names: Mapping[str, object], dtype: torch.dtype
+    config: Any, source: Path | str, format: PackedFormat, names: Mapping[str, str], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load a model whose linear layers stay packed, and what transformers says about the loading.
 
     transformers reads the files as for any model, tensor by tensor, into placeholders of the packed layers.
 
     Args:
-        names: of all tensors in the model's files.
+        names: of all tensors in the model's files, with the file of each.
 
     Raises:
         UnsupportedModel: layers in the files are not linear layers of the model, or are packed otherwise.
@@ -151,20 +153,22 @@ def load(
 
 
 def _refuse_unread(model: PreTrainedModel, format: PackedFormat, names: Iterable[str]) -> None:
-    """Refuse tensors in the files that belong to a packed layer and have no place in this format."""
+    """Refuse tensors in the files that belong to a packed layer or a part of it and have no place in this format."""
     for name in sorted(names):
-        if isinstance(_module(model, name.rpartition(".")[0]), _Stored):
+        parts = name.split(".")
+        owners = (".".join(parts[:length]) for length in range(1, len(parts)))
+        if any(isinstance(_module(model, owner), _Stored) for owner in owners):
             raise _unsupported(
                 model, format, f"its files have the tensor {name}, which this format does not have"
             )
 
 
 def _place(
-    model: PreTrainedModel, format: PackedFormat, names: Mapping[str, object], dtype: torch.dtype
+    model: PreTrainedModel, format: PackedFormat, names: Mapping[str, str], dtype: torch.dtype
 ) -> None:
     """Replace each linear layer that is packed in the files by a placeholder."""
     head = model.get_output_embeddings()
-    for layer in _packed_layers(model, format, names):
+    for layer, stored in _packed_layers(model, format, names).items():
         parent, _, own = layer.rpartition(".")
         module = _module(model, layer)
         if type(module) is not nn.Linear:
@@ -173,13 +177,32 @@ def _place(
             )
         if module is head:
             raise _unsupported(model, format, f"its head ({layer}) is packed")
+        bias = f"{stored}.bias"
+        if (
+            module.bias is None
+            and "bias" in format.unread
+            and bias in names
+            and _has_numbers(names[bias], bias)
+        ):
+            raise _unsupported(
+                model, format, f"its files have the bias {bias}, which the model does not have"
+            )
         if problem := format.problem(module.out_features, module.in_features):
             raise _unsupported(model, format, f"{layer} cannot be decoded: {problem}")
         setattr(model.get_submodule(parent), own, _Stored(format, module, dtype))
 
 
-def _packed_layers(model: PreTrainedModel, format: PackedFormat, names: Mapping[str, object]) -> list[str]:
-    """The names in the model of the layers that are packed in the files, which may have other names there."""
+def _has_numbers(file: str, name: str) -> bool:
+    """Whether a tensor of a safetensors file is not all zeros."""
+    with safe_open(file, "pt") as tensors:
+        return bool(tensors.get_tensor(name).any())
+
+
+def _packed_layers(model: PreTrainedModel, format: PackedFormat, names: Iterable[str]) -> Mapping[str, str]:
+    """The names in the model of the layers that are packed in the files, with the names that they have there.
+
+    Without those that transformers leaves out: the heads of multi-token prediction, the vision of a text model.
+    """
     mapping = get_model_conversion_mapping(model, None, None)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -187,11 +210,14 @@ def _packed_layers(model: PreTrainedModel, format: PackedFormat, names: Mapping[
     # The scale, because the packed tensor of a format may be called as a plain weight.
     suffix = f".{format.tensors(8, 8)['scale'].name}"
     layers = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-    renamed = (
-        rename_source_key(f"{layer}.weight", renamings, converters, model.base_model_prefix, known)[0]
-        for layer in layers
-    )
-    return [name.removesuffix(".weight") for name in renamed]
+    left_out = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    found = {}
+    for layer in layers:
+        stored = f"{layer}.weight"
+        name, _ = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+        if not any(pattern.search(one) for pattern in left_out for one in (stored, name)):
+            found[name.removesuffix(".weight")] = layer
+    return found
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

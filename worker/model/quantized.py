@@ -12,6 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from core.outages import outage
+from core.registry import Device
 from worker.model import packed
 from worker.model.architecture import class_of, has_experts, without_weights
 from worker.model.packed_formats import CONVERT, FORMATS, PackedFormat, format_in
@@ -64,8 +65,17 @@ def packed_format_of(config: Any) -> PackedFormat | None:
 
 
 def _stored_quantization(config: Any) -> Mapping[str, Any]:
-    """The quantization of the model's files according to its config; empty if they are not quantized."""
+    """The quantization of the model's files according to its config; empty if they are not quantized.
+
+    Raises:
+        UnsupportedModel: it has a name that transformers does not read.
+    """
     configs = (config, config.get_text_config())  # a multimodal model may name it for its text part
+    if any(getattr(one, "compression_config", None) for one in configs):
+        raise UnsupportedModel(
+            "The model is not supported: its config.json names the quantization of its weights compression_config, "
+            "which transformers does not read. Rename it to quantization_config."
+        )
     found: Any = next((has for one in configs if (has := getattr(one, "quantization_config", None))), {})
     return found if isinstance(found, Mapping) else found.to_dict()
 
@@ -195,13 +205,34 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
+def no_kernel(config: Any, dtype: str, device: Device) -> str:
+    """For what vLLM has no kernel to sample the model on this device; "": it has one, or computes plain weights."""
+    found = packed_format_of(config)
+    return "" if found is None else found.no_kernel(device, dtype)
+
+
+def refuse_without_kernel(config: Any, dtype: str, device: Device) -> None:
+    """Raises UnsupportedModel: vLLM cannot sample the quantized model on this device."""
+    if missing := no_kernel(config, dtype, device):
+        raise UnsupportedModel(
+            f"vLLM cannot sample the model: its weights are quantized ({format_of(config)}), and vLLM has no kernel "
+            f'for {missing}. Set `sampler = "transformers"` in the model\'s entry, or use other files of it.'
+        )
+
+
+def quantizes_activations(config: Any) -> bool:
+    """Whether vLLM may quantize the activations of the model, and not its weights alone."""
+    found = packed_format_of(config)
+    return bool(format_of(config)) and not (found is not None and found.weight_only)
+
+
 def agreement(config: Any) -> str:
     """The class of agreement between vLLM and training, in words; "" if the weights are not quantized."""
-    name, found = format_of(config), packed_format_of(config)
+    name = format_of(config)
     if not name:
         return ""
-    if found is not None and found.weight_only:
-        return "weight-only: vLLM computes with the same weights and with plain activations"
+    if not quantizes_activations(config):
+        return "weight-only: vLLM is meant to compute with the same weights and with plain activations"
     return f"activations too: vLLM with {name} may quantize activations, so expect a larger logprob_gap"
 
 

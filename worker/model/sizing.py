@@ -856,7 +856,10 @@ def _unsharded(shape: Shape, machine: Machine, gpus: int) -> str:
     if machine.device != "cuda" or gpus == 1:
         return ""
     if shape.packed.parameters:
-        return " The weights are not sharded over GPUs, because they are packed: use the model's files in bfloat16."
+        return (
+            " The weights are not sharded over GPUs, because they are packed: use a larger GPU, or set "
+            '`sampler = "transformers"` in the model\'s entry, which keeps them once.'
+        )
     if machine.sampler == "vllm":
         return ""
     return " The weights are not sharded over GPUs, because the sampler `transformers` uses them: use `vllm`."

@@ -43,6 +43,7 @@ class BaseModel:
     rows: bool = False  # it is known or expected to be computed in rows
     quantization: str = ""  # the format of its quantized weights
     precision: str = ""  # how these are computed with, in words
+    quantizes_activations: bool = False  # the sampler may, and the trainer does not
     engines: Placement = ONE_ENGINE  # of vLLM
     fleet: tuple[str, ...] = ()  # the addresses of the fleet that samples instead
 
@@ -70,7 +71,7 @@ def inspect_model(
 
     Raises:
         UserMistake: its sampler is missing, cannot sample it, needs more GPUs than a job has, or cannot be divided.
-        UnsupportedModel: the architecture is not computed correctly here.
+        UnsupportedModel: the architecture is not computed correctly here, or vLLM has no kernel for its weights.
         GpuUnusable: torch cannot use the GPU of this machine.
         TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS and REGRAFT_SAMPLING_GPUS together.
     """
@@ -96,14 +97,36 @@ def inspect_model(
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
     compatibility.refuse_by_config(config, entry.context)
+    if sampler == "vllm" and not fleet:
+        quantized.refuse_without_kernel(config, entry.dtype, device)
     quantization = quantized.format_of(config)
     precision = quantized.described(config, DTYPES[entry.dtype], sampler)
+    quantizes_activations = sampler == "vllm" and quantized.quantizes_activations(config)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
     if full:
         full_policy.refuse(config, shape.parameters)
+    refuse_undivided(shape, engines)
+    return BaseModel(
+        entry,
+        source,
+        shape,
+        device,
+        sampler,
+        version,
+        rows,
+        quantization,
+        precision,
+        quantizes_activations,
+        engines,
+        fleet,
+    )
+
+
+def refuse_undivided(shape: Shape, engines: Placement) -> None:
+    """Raises UserMistake: the model's heads cannot be divided over the GPUs of an engine."""
     if shape.heads % engines.tensor_parallel:
         raise UserMistake(
             "sampler_unavailable",
@@ -111,9 +134,6 @@ def inspect_model(
             "attention heads.",
             "model",
         )
-    return BaseModel(
-        entry, source, shape, device, sampler, version, rows, quantization, precision, engines, fleet
-    )
 
 
 def refuse_full(job: Job, settings: Settings) -> None:

@@ -136,6 +136,7 @@ def trainer_of(plan: TrainingPlan, task: PromptTask, recorder: JobRecorder, poli
         sampler=base.sampler_name,
         precision=base.entry.dtype,
         architecture="mixture" if has_experts(policy.causal.config) else "dense",
+        quantization=base.quantization if base.quantizes_activations else "",
     )
     return PeftTrainer(
         policy,

@@ -74,6 +74,7 @@ def prepare_task(
     )
     schema = stored_response_schema(job.body.get("response_format"))
     refuse_what_is_not_sampled(job, base, resolved, tokenizer, schema)
+    refuse_uncorrected(job, base, resolved)
     prompt = max(len(prompt.ids) for prompt in [*train, *valid])
     episodes = episode_limits(job, base.entry.context, prompt, resolved.max_completion_tokens)
     if episodes is not None and resolved.max_episode_tokens is None:  # a resumed job has it
@@ -233,6 +234,19 @@ def refuse_what_is_not_sampled(
             grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))
         except UnsupportedTags as cause:
             raise UserMistake("invalid_value", str(cause), "model") from cause
+
+
+def refuse_uncorrected(job: Job, base: BaseModel, resolved: Resolved) -> None:
+    """Raises UserMistake: the sampler quantizes activations, and nothing corrects for that."""
+    # The ratio of dppo is to the sampler.
+    if base.quantizes_activations and resolved.importance == "none" and resolved.loss != "dppo":
+        raise UserMistake(
+            "invalid_value",
+            f"vLLM may quantize activations with the {base.quantization} weights of this model, so answers are not "
+            "sampled by the policy that learns from them, and importance 'none' does not correct for that. Use "
+            "importance 'truncate' or 'mask', or the model's files in bfloat16.",
+            param_of(job.method, "importance"),
+        )
 
 
 def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> None:

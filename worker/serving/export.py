@@ -65,7 +65,7 @@ def export_to(
         with scratch_folder(folder.absolute().parent) as scratch:
             if format != "merged":
                 _download(_without_weights(home), blobs, checkpoint.id, scratch)
-                refuse_unmapped(entry, settings.model_cache, scratch, with_tokenizer=format == "gguf")
+                refuse_unmapped(entry, settings.model_cache, scratch, with_model=format == "gguf")
             _download(home, blobs, checkpoint.id, scratch)
             with writing_to(folder, OUTPUT):
                 return _write(entry, settings.model_cache, scratch, folder, format, weight_type)
@@ -131,21 +131,25 @@ def merge(entry: BaseModelEntry, cache: Path, adapter: Path, folder: Path) -> No
     _copy_texts(adapter, folder)
 
 
-def refuse_unmapped(entry: BaseModelEntry, cache: Path, checkpoint: Path, *, with_tokenizer: bool) -> None:
+def refuse_unmapped(entry: BaseModelEntry, cache: Path, checkpoint: Path, *, with_model: bool) -> None:
     """Refuse a model without a tested mapping to llama.cpp, before any weights are read.
 
     Args:
         checkpoint: a folder with the small files of the checkpoint.
+        with_model: whether the file has the model and its tokenizer, not an adapter alone.
 
     Raises:
-        Refusal: the architecture, or the tokenizer, has no tested mapping.
+        Refusal: the architecture, the tokenizer or the format of the weights has no tested mapping.
     """
     from worker.model.policy import read_config
     from worker.serving.gguf_architectures import Architecture
+    from worker.serving.gguf_files import refuse_quantized
     from worker.serving.gguf_vocabulary import read_description
 
-    Architecture(read_config(_source_of(entry, cache, checkpoint)))
-    if with_tokenizer:
+    config = read_config(_source_of(entry, cache, checkpoint))
+    Architecture(config)
+    if with_model:
+        refuse_quantized(config)
         read_description(checkpoint)
 
 

@@ -155,11 +155,7 @@ def write_model(
         InvalidModel: files are missing, or a weight is no number or too large for the type.
         NoRoom: the file does not fit on its disk.
     """
-    if stored := quantized.format_of(config):
-        raise UnsupportedModel(
-            f"GGUF is not supported for quantized weights ({stored}). Export the format 'merged', which has them in "
-            "bfloat16, and 'gguf-adapter' for a GGUF file of this base."
-        )
+    refuse_quantized(config)
     architecture = Architecture(config)
     architecture.targets(pairs)
     files = _written_files(architecture, source, pairs)
@@ -175,6 +171,15 @@ def write_model(
     _write_tensors(
         file, writer, architecture, files, {name: shapes[name] for name in files}, pairs, weights_stored_as
     )
+
+
+def refuse_quantized(config: Any) -> None:
+    """Raises UnsupportedModel: the weights of the whole model cannot be written as they are."""
+    if stored := quantized.format_of(config):
+        raise UnsupportedModel(
+            f"GGUF is not supported for quantized weights ({stored}). Export the format 'merged', which has them in "
+            "bfloat16, and 'gguf-adapter' for a GGUF file of this base."
+        )
 
 
 def _written_files(

@@ -37,6 +37,7 @@ class SamplerGate:
     sampler: str  # with its version, for the message
     precision: str
     architecture: Architecture = "dense"
+    quantization: str = ""  # the format of the weights, if the sampler quantizes activations with it
     least: float | None = None  # the first step may lower the bound to this; None: the bound is fixed
 
     @staticmethod
@@ -46,12 +47,13 @@ class SamplerGate:
         sampler: str,
         precision: str,
         architecture: Architecture = "dense",
+        quantization: str = "",
     ) -> "SamplerGate | None":
         """Create from REGRAFT_MAX_LOGPROB_GAP; None if it is off."""
         if setting == "auto":
             bound, least = BOUNDS[precision, architecture], BOUNDS[precision, "dense"]
-            return SamplerGate(bound, sampler, precision, architecture, least)
-        return SamplerGate(setting, sampler, precision, architecture) if setting else None
+            return SamplerGate(bound, sampler, precision, architecture, quantization, least)
+        return SamplerGate(setting, sampler, precision, architecture, quantization) if setting else None
 
     def measured(self, first: SamplerGap) -> "SamplerGate":
         """The gate for later steps, by the gap of the first one, which it accepts."""
@@ -78,5 +80,13 @@ class SamplerGate:
             f"The sampler ({self.sampler}) and the trainer disagree about the same {gap.tokens} sampled tokens: "
             f"their log-probabilities differ by {gap.mean:.3g} nats a token on average and {gap.largest:.3g} at "
             f"most, and {self.bound:.3g} on average is allowed for a {self.architecture} model in {self.precision} "
-            "(REGRAFT_MAX_LOGPROB_GAP). The step was not taken."
+            f"(REGRAFT_MAX_LOGPROB_GAP).{self._cause()} The step was not taken."
+        )
+
+    def _cause(self) -> str:
+        if not self.quantization:
+            return ""
+        return (
+            f" The sampler may quantize activations with the {self.quantization} weights of this model: use the "
+            'model\'s files in bfloat16, or `sampler = "transformers"` in its entry.'
         )
