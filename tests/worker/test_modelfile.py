@@ -137,6 +137,7 @@ def test_templates_that_are_written_are_those_with_fixed_texts_around_each_messa
         "roles must alternate",
         "no end of turn",
         "the question closed only before an answer",
+        "another header than answers have",
     ]
 
 
