@@ -147,6 +147,8 @@ class Advanced(Value):
             raise ValueError(
                 "schedule.overlap needs optimizer.mini_batches 1: they are drawn from the whole step"
             )
+        if self.schedule.type == "on_policy" and self.schedule.overlap:
+            self._has_a_penalty_of_known_weight()
         refuse_unused_lora(self.train, self.lora)
         if self.train == "full" and self.schedule.type == "off_policy":
             raise ValueError(
@@ -211,6 +213,16 @@ class Advanced(Value):
                     "gives an answer"
                 )
         return self
+
+    def _has_a_penalty_of_known_weight(self) -> None:
+        """Raises ValueError: the gradient is divided by a std of the step that is not known when it is computed."""
+        loss = self.loss
+        if isinstance(loss, Dppo) and loss.log_ratio_penalty and loss.advantage_scale in ("batch", "each"):
+            raise ValueError(
+                f"schedule.overlap cannot be combined with loss.log_ratio_penalty and advantage_scale "
+                f"'{loss.advantage_scale}', whose std is known at the end of the step: set log_ratio_penalty to 0, or "
+                "choose the scale 'none', 'group' or 'mean'"
+            )
 
     def _fits_token_rewards(self) -> None:
         loss = f"loss '{self.loss.type}'"

@@ -432,6 +432,8 @@ def test_a_knob_that_would_do_nothing_is_refused(advanced: dict[str, Any], says:
         },
         {"importance": "mask", "importance_level": "answer", "importance_cap": 3.0, "importance_floor": 0.0},
         {"importance_reject": "k3", "reject_high": 0.01, "length_weight": 0.25, "rollback": False},
+        {"overlap": True, "loss": "dppo"},
+        {"overlap": True, "loss": "dppo", "advantage_scale": "batch", "log_ratio_penalty": 0.0},
     ],
 )
 def test_what_a_job_keeps_is_accepted_again_when_it_runs(advanced: dict[str, Any]) -> None:
@@ -754,6 +756,14 @@ def test_an_error_is_at_the_path_that_was_sent(advanced: dict[str, Any], place: 
             "schedule.continue_in_flight needs schedule.steps 1",
         ),
         ({"overlap": True, "kl": 0.1}, "schedule.overlap cannot be combined with kl"),
+        (
+            {"overlap": True, "loss": "dppo", "advantage_scale": "batch"},
+            "schedule.overlap cannot be combined with loss.log_ratio_penalty and advantage_scale 'batch'",
+        ),
+        (
+            {"overlap": True, "loss": "dppo", "advantage_scale": "each"},
+            "set log_ratio_penalty to 0, or choose the scale",
+        ),
         (
             {"overlong": "soft", "overlong_buffer": 9},
             "overlong.buffer needs a sampling.max_completion_tokens",
