@@ -11,8 +11,8 @@ _TYPES = {"loss": "dapo", "importance": "truncate", "schedule": "on_policy"}
 def in_groups(values: Mapping[str, Any]) -> dict[str, Any]:
     """The groups of `advanced` with these values, by their names in `Resolved`, whole groups and `train` as they are.
 
-    A value that switches a whole group off, such as `kl` 0, is left out. A group with variants gets the default one unless
-    a value says another.
+    A value that switches a whole group off, such as `kl` 0, is left out. A group with variants gets the default one,
+    unless a value says another.
     """
     advanced: dict[str, Any] = {}
     for name, value in values.items():
