@@ -182,6 +182,12 @@ class Advanced(Value):
                 "importance.off_policy_threshold needs schedule 'off_policy', or optimizer.updates_per_batch or "
                 "mini_batches above 1: otherwise each answer is from the policy that it updates"
             )
+        is_of_answers = isinstance(importance, Correction) and importance.level == "answer"
+        if is_off_policy and is_of_answers and importance.cap == "auto":
+            raise ValueError(
+                "importance.level 'answer' needs importance.cap with schedule 'off_policy': the automatic bound is for "
+                "answers of the current policy"
+            )
         if (
             is_off_policy
             and isinstance(importance, Correction)
@@ -591,14 +597,24 @@ def _automatic_bounds(advanced: Advanced) -> dict[str, float | None]:
     # prime-rl's and verl's; the classes of the other losses have theirs.
     clip = {"tv": 0.2, "kl": 0.05}[loss.divergence] if isinstance(loss, Dppo) else None
     is_geometric = isinstance(importance, Correction) and importance.reject == "geometric"
+    cap, floor = _weight_bounds(importance) if isinstance(importance, Correction) else (None, None)
     return {
         "clip_low": clip,
         "clip_high": clip,
-        "importance_floor": 1.0 / importance.cap if isinstance(importance, Correction) else None,
+        "importance_cap": cap,
+        "importance_floor": floor,
         # SkyRL's, for the mean over an answer.
         "reject_low": 0.99 if is_geometric else None,
         "reject_high": 1.01 if is_geometric else None,
     }
+
+
+def _weight_bounds(importance: Correction) -> tuple[float, float]:
+    """Return the automatic bounds of the weights: for answers TRL's, whose weights are products over their tokens."""
+    if importance.level == "answer":
+        return 3.0, 0.0
+    cap = _or(importance.cap, 2.0)
+    return cap, 1.0 / cap
 
 
 def with_first_values(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:

@@ -218,6 +218,7 @@ def test_rewards_of_tokens_refuse_what_they_cannot_be_combined_with(
 def test_the_samplers_gap_is_corrected_up_to_twice() -> None:
     assert (resolved().importance, resolved().importance_cap) == ("truncate", 2.0)
     assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_cap == 1.5
+    assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_floor == 1 / 1.5
     assert resolved({"importance": "none"}).importance_cap is None
 
 
@@ -393,6 +394,10 @@ def test_an_advanced_hyperparameter_out_of_bounds_is_refused(field: str, value: 
         ({"loss": "dppo", "ratio_max": 3.0}, "Extra inputs are not permitted"),
         ({"ratio_max": 1.28}, "ratio_max must be above 1 \\+ clip_high, which is 1.28"),
         ({"off_policy_threshold": 0.5}, "off_policy_threshold needs schedule 'off_policy'"),
+        (
+            {"importance_level": "answer", "off_policy_steps": 1, "continue_in_flight": True},
+            "importance.level 'answer' needs importance.cap with schedule 'off_policy'",
+        ),
         ({"reject_high": 1.1}, "reject_low and reject_high need reject"),
         ({"importance_reject": "k3"}, "reject 'k3' needs reject_high"),
         ({"importance_reject": "k3", "reject_low": 0.1, "reject_high": 0.1}, "reject_low has no effect"),
@@ -440,6 +445,15 @@ def test_what_a_job_keeps_is_accepted_again_when_it_runs(advanced: dict[str, Any
     asked = ask(advanced)
 
     assert Hyperparameters.model_validate(asked.model_dump(mode="json")) == asked
+
+
+def test_the_bounds_of_answers_are_wider_than_those_of_tokens() -> None:
+    for kind in ("truncate", "mask"):
+        run = resolved({"importance": kind, "importance_level": "answer"})
+        assert run.importance_cap == 3.0
+    assert run.importance_floor == 0.0
+    assert resolved({"importance": "mask"}).importance_floor == 0.5
+    assert ask({"importance_level": "answer", "importance_cap": 5.0, "off_policy_steps": 1})
 
 
 def test_the_plain_log_ratio_is_accepted_with_a_warning() -> None:

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from core.jobs.hyperparameters import Resolved
+from core.step_metrics import StepMetrics
 from graders.types import Grade
 from tests.fakes import learn
 from tests.worker.test_training import asked
+from tests.worker.test_trust_region import Heard
 from tests.worker.test_updates import MIXED, sampled
 from worker.model.policy import Policy
+from worker.recording import alerts
 from worker.training.trainer import PeftTrainer
 from worker.types import UpdateMetrics
 
@@ -125,3 +128,15 @@ def test_each_part_of_a_grader_moves_the_policy(make_policy: MakePolicy) -> None
 
     assert update.grad_norm
     assert torch.isfinite(torch.tensor(update.loss))
+
+
+def test_the_first_step_that_leaves_out_most_of_its_tokens_is_a_warning() -> None:
+    def warned(*shares: float | None) -> list[tuple[str, int]]:
+        recorder, steps = Heard(), []
+        for number, share in enumerate(shares, start=1):
+            steps.append(StepMetrics(step=number, masked_fraction=share))
+            alerts.report_masked(steps, recorder)  # type: ignore[arg-type]
+        return [(level, data["step"]) for level, _, data in recorder.said]
+
+    assert warned(0.1, None, 0.5) == []
+    assert warned(0.1, 1.0, 1.0, 0.2, 0.9) == [("warn", 2)]

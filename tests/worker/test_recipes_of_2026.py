@@ -179,11 +179,12 @@ def test_an_answer_beyond_the_cap_is_left_out_or_cut_off(kind: Any, expected: fl
 
 
 def test_the_default_of_trl_masks_answers_without_a_lower_bound() -> None:
-    run = settings(importance="mask", importance_level="answer", importance_cap=3.0, importance_floor=0.0)
+    of_answers = {"importance": "mask", "importance_level": "answer"}
+    run = settings(**of_answers)
     unlikely = SAMPLED + 2.0  # products e^-6 and e^-4
 
     assert importance.weights_of(OLD, unlikely, ANSWER, run).gt(0).all()
-    floored = settings(importance="mask", importance_level="answer", importance_cap=3.0)
+    floored = settings(**of_answers, importance_floor=1 / 3)
     assert importance.weights_of(OLD, unlikely, ANSWER, floored).eq(0).all()
 
 
