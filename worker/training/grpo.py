@@ -230,8 +230,8 @@ def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlE
     Schulman, "Approximating KL divergence"), which PPO with a KL penalty and introductions to GRPO print. k2: half its
     square, whose gradient is that of k1 with rho where rho is 1.
 
-    The samples come from where rho is 1, so only the first has the KL's own gradient in the mean. That of a bare k1 is
-    0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
+    The samples come from where rho is 1, so only k1, k2 and k3 have the KL's own gradient in the mean. That of a bare
+    k1 is 0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
     """
     if estimator == "k2":
         return 0.5 * kl_k1(logp, ref_logp) ** 2
