@@ -182,8 +182,11 @@ class Advanced(Value):
                 "importance.off_policy_threshold needs schedule 'off_policy', or optimizer.updates_per_batch or "
                 "mini_batches above 1: otherwise each answer is from the policy that it updates"
             )
-        is_of_answers = isinstance(importance, Correction) and importance.level == "answer"
-        if is_off_policy and is_of_answers and importance.cap == "auto":
+        if (
+            is_off_policy
+            and isinstance(importance, Correction)
+            and (importance.level, importance.cap) == ("answer", "auto")
+        ):
             raise ValueError(
                 "importance.level 'answer' needs importance.cap with schedule 'off_policy': the automatic bound is for "
                 "answers of the current policy"
