@@ -188,7 +188,8 @@ def test_each_part_of_a_grader_moves_the_policy(make_policy: MakePolicy) -> None
 
 def test_the_first_step_that_leaves_out_most_of_its_tokens_is_a_warning() -> None:
     def warned(*shares: float | None) -> list[tuple[str, int]]:
-        recorder, steps = Heard(), []
+        recorder = Heard()
+        steps: list[StepMetrics] = []
         for number, share in enumerate(shares, start=1):
             steps.append(StepMetrics(step=number, masked_fraction=share))
             alerts.report_masked(steps, recorder)  # type: ignore[arg-type]
