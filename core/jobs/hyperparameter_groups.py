@@ -38,7 +38,6 @@ Train = Literal["lora", "full"]
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 ClipHigh = Annotated[float, Field(gt=0, le=10)]
 RatioMax = Annotated[float, Field(gt=1, le=1000)]
-ImportanceCap = Annotated[float, Field(gt=1, le=100)]
 
 
 class Value(BaseModel):
@@ -258,7 +257,8 @@ class AnyImportance(Value):
 class Correction(AnyImportance):
     """Weights pi_old / pi_sampler: of each token, or of an answer, which is the product of those of its tokens."""
 
-    cap: ImportanceCap = 2.0
+    # Auto: 2 for tokens, and 3 for answers, whose weights are products over their tokens.
+    cap: Auto | Annotated[float, Field(gt=1, le=100)] = "auto"
     level: ImportanceLevel = "token"
     # Answers to leave out by the mean over their tokens, whatever their length: the geometric mean of the weights, or
     # the mean of the k3 estimate of KL(sampler || trainer). Null: none.
@@ -290,7 +290,7 @@ class Mask(Correction):
     """Tokens, or answers, with a weight outside of floor to cap are left out of the loss."""
 
     type: Literal["mask"] = "mask"
-    # Auto: 1/cap. 0: no lower bound.
+    # Auto: 1/cap for tokens, 0 for answers. 0: no lower bound.
     floor: Auto | Annotated[float, Field(ge=0, lt=1)] = "auto"
 
 

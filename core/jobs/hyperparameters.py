@@ -147,6 +147,8 @@ class Advanced(Value):
             raise ValueError(
                 "schedule.overlap needs optimizer.mini_batches 1: they are drawn from the whole step"
             )
+        if self.schedule.type == "on_policy" and self.schedule.overlap:
+            self._has_a_penalty_of_known_weight()
         refuse_unused_lora(self.train, self.lora)
         if self.train == "full" and self.schedule.type == "off_policy":
             raise ValueError(
@@ -183,6 +185,15 @@ class Advanced(Value):
         if (
             is_off_policy
             and isinstance(importance, Correction)
+            and (importance.level, importance.cap) == ("answer", "auto")
+        ):
+            raise ValueError(
+                "importance.level 'answer' needs importance.cap with schedule 'off_policy': the automatic bound is for "
+                "answers of the current policy"
+            )
+        if (
+            is_off_policy
+            and isinstance(importance, Correction)
             and importance.reject == "geometric"
             and "auto" in (importance.reject_low, importance.reject_high)
         ):
@@ -211,6 +222,16 @@ class Advanced(Value):
                     "gives an answer"
                 )
         return self
+
+    def _has_a_penalty_of_known_weight(self) -> None:
+        """Raises ValueError: the gradient is divided by a std of the step that is not known when it is computed."""
+        loss = self.loss
+        if isinstance(loss, Dppo) and loss.log_ratio_penalty and loss.advantage_scale in ("batch", "each"):
+            raise ValueError(
+                f"schedule.overlap cannot be combined with loss.log_ratio_penalty and advantage_scale "
+                f"'{loss.advantage_scale}', whose std is known at the end of the step: set log_ratio_penalty to 0, or "
+                "choose the scale 'none', 'group' or 'mean'"
+            )
 
     def _fits_token_rewards(self) -> None:
         loss = f"loss '{self.loss.type}'"
@@ -579,14 +600,24 @@ def _automatic_bounds(advanced: Advanced) -> dict[str, float | None]:
     # prime-rl's and verl's; the classes of the other losses have theirs.
     clip = {"tv": 0.2, "kl": 0.05}[loss.divergence] if isinstance(loss, Dppo) else None
     is_geometric = isinstance(importance, Correction) and importance.reject == "geometric"
+    cap, floor = _weight_bounds(importance) if isinstance(importance, Correction) else (None, None)
     return {
         "clip_low": clip,
         "clip_high": clip,
-        "importance_floor": 1.0 / importance.cap if isinstance(importance, Correction) else None,
+        "importance_cap": cap,
+        "importance_floor": floor,
         # SkyRL's, for the mean over an answer.
         "reject_low": 0.99 if is_geometric else None,
         "reject_high": 1.01 if is_geometric else None,
     }
+
+
+def _weight_bounds(importance: Correction) -> tuple[float, float]:
+    """Return the automatic bounds of the weights: for answers TRL's, whose weights are products over their tokens."""
+    if importance.level == "answer":
+        return 3.0, 0.0
+    cap = _or(importance.cap, 2.0)
+    return cap, 1.0 / cap
 
 
 def with_first_values(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:

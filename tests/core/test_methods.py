@@ -218,6 +218,7 @@ def test_rewards_of_tokens_refuse_what_they_cannot_be_combined_with(
 def test_the_samplers_gap_is_corrected_up_to_twice() -> None:
     assert (resolved().importance, resolved().importance_cap) == ("truncate", 2.0)
     assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_cap == 1.5
+    assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_floor == 1 / 1.5
     assert resolved({"importance": "none"}).importance_cap is None
 
 
@@ -393,6 +394,10 @@ def test_an_advanced_hyperparameter_out_of_bounds_is_refused(field: str, value: 
         ({"loss": "dppo", "ratio_max": 3.0}, "Extra inputs are not permitted"),
         ({"ratio_max": 1.28}, "ratio_max must be above 1 \\+ clip_high, which is 1.28"),
         ({"off_policy_threshold": 0.5}, "off_policy_threshold needs schedule 'off_policy'"),
+        (
+            {"importance_level": "answer", "off_policy_steps": 1, "continue_in_flight": True},
+            "importance.level 'answer' needs importance.cap with schedule 'off_policy'",
+        ),
         ({"reject_high": 1.1}, "reject_low and reject_high need reject"),
         ({"importance_reject": "k3"}, "reject 'k3' needs reject_high"),
         ({"importance_reject": "k3", "reject_low": 0.1, "reject_high": 0.1}, "reject_low has no effect"),
@@ -432,12 +437,23 @@ def test_a_knob_that_would_do_nothing_is_refused(advanced: dict[str, Any], says:
         },
         {"importance": "mask", "importance_level": "answer", "importance_cap": 3.0, "importance_floor": 0.0},
         {"importance_reject": "k3", "reject_high": 0.01, "length_weight": 0.25, "rollback": False},
+        {"overlap": True, "loss": "dppo"},
+        {"overlap": True, "loss": "dppo", "advantage_scale": "batch", "log_ratio_penalty": 0.0},
     ],
 )
 def test_what_a_job_keeps_is_accepted_again_when_it_runs(advanced: dict[str, Any]) -> None:
     asked = ask(advanced)
 
     assert Hyperparameters.model_validate(asked.model_dump(mode="json")) == asked
+
+
+def test_the_bounds_of_answers_are_wider_than_those_of_tokens() -> None:
+    for kind in ("truncate", "mask"):
+        run = resolved({"importance": kind, "importance_level": "answer"})
+        assert run.importance_cap == 3.0
+    assert run.importance_floor == 0.0
+    assert resolved({"importance": "mask"}).importance_floor == 0.5
+    assert ask({"importance_level": "answer", "importance_cap": 5.0, "off_policy_steps": 1})
 
 
 def test_the_plain_log_ratio_is_accepted_with_a_warning() -> None:
@@ -754,6 +770,14 @@ def test_an_error_is_at_the_path_that_was_sent(advanced: dict[str, Any], place: 
             "schedule.continue_in_flight needs schedule.steps 1",
         ),
         ({"overlap": True, "kl": 0.1}, "schedule.overlap cannot be combined with kl"),
+        (
+            {"overlap": True, "loss": "dppo", "advantage_scale": "batch"},
+            "schedule.overlap cannot be combined with loss.log_ratio_penalty and advantage_scale 'batch'",
+        ),
+        (
+            {"overlap": True, "loss": "dppo", "advantage_scale": "each"},
+            "set log_ratio_penalty to 0, or choose the scale",
+        ),
         (
             {"overlong": "soft", "overlong_buffer": 9},
             "overlong.buffer needs a sampling.max_completion_tokens",

@@ -1,20 +1,26 @@
 """Steps of training with the options of other trainers, on a tiny model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
+from core.step_metrics import StepMetrics
 from graders.types import Grade
 from tests.fakes import learn
-from tests.worker.test_training import asked
+from tests.worker.test_training import asked, packed_gradients, packs_of, plain_logprobs, relative_difference
+from tests.worker.test_trust_region import Heard
 from tests.worker.test_updates import MIXED, sampled
 from worker.model.policy import Policy
+from worker.recording import alerts
+from worker.training.loss import Batch, StepValues
+from worker.training.policy_loss import PolicyLoss
 from worker.training.trainer import PeftTrainer
-from worker.types import UpdateMetrics
+from worker.types import Group, Pack, UpdateMetrics
 
 MakePolicy = Callable[..., Policy]
 
@@ -28,7 +34,12 @@ def stepped(
 ) -> tuple[Policy, UpdateMetrics]:
     """One step on answers whose sampler claims to have found each token likelier by `gap` nats."""
     policy = make_policy(moved=True)
-    groups = [
+    groups = with_gap(sampled(policy, MIXED), gap)
+    return policy, learn(PeftTrainer(policy, settings(advanced), token_budget=512), groups)
+
+
+def with_gap(groups: Sequence[Group], gap: float) -> list[Group]:
+    return [
         replace(
             group,
             rollouts_G=tuple(
@@ -36,9 +47,8 @@ def stepped(
                 for one in group.rollouts_G
             ),
         )
-        for group in sampled(policy, MIXED)
+        for group in groups
     ]
-    return policy, learn(PeftTrainer(policy, settings(advanced), token_budget=512), groups)
 
 
 def distance(policy: Policy, other: Policy) -> float:
@@ -99,6 +109,55 @@ def test_the_off_policy_mask_is_computed_again_for_each_update(make_policy: Make
     assert update.masked_fraction > 0  # the first update has moved the policy
 
 
+def slopes(policy: Policy, packs: Sequence[Pack], run: Resolved) -> list[Tensor]:
+    loss, _ = PolicyLoss(policy, run)(Batch(packs), StepValues(std=1.0, kl=run.kl))
+    return list(torch.autograd.grad(loss, policy.trainable))
+
+
+def without_advantage(pack: Pack) -> Pack:
+    """Of answers with a negative one."""
+    return replace(
+        pack,
+        sequences=tuple(
+            replace(one, advantages_T=tuple(max(0.0, a) for a in one.advantages_T)) for one in pack.sequences
+        ),
+    )
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_the_off_policy_mask_removes_the_advantage_of_an_answer_and_no_penalty(
+    make_policy: MakePolicy, kl: float
+) -> None:
+    policy = make_policy(moved=True)
+    common = {"kl": kl, "updates_per_batch": 2}
+    plain, masked = asked(common), asked(common | {"off_policy_threshold": 0.3})
+    packs = packs_of(with_gap(sampled(policy, MIXED), 0.6), plain, str)
+
+    found = slopes(policy, packs, masked)
+
+    assert relative_difference(found, slopes(policy, [*map(without_advantage, packs)], plain)) < 1e-6
+    assert relative_difference(found, slopes(policy, packs, plain)) > 0.01
+
+
+def test_the_penalty_of_the_log_ratio_is_not_divided_by_the_std(make_policy: MakePolicy) -> None:
+    policy = make_policy(moved=True)
+    groups = with_gap(sampled(policy, MIXED), 0.1)
+    loss = {"loss": "dppo", "importance": "none", "advantage_scale": "batch"}
+    with_it, without = (
+        packed_gradients(policy, groups, asked(loss | {"log_ratio_penalty": penalty}), 512)
+        for penalty in (0.5, 0.0)
+    )
+
+    answers = [(group.prompt.ids, one) for group in groups for one in group.rollouts_G]
+    penalty = sum(
+        (0.5 * (plain_logprobs(policy, ids, one.output_ids_T) - torch.tensor(one.logprobs_T)) ** 2).sum()
+        for ids, one in answers
+    ) / sum(len(one.output_ids_T) for _, one in answers)
+    expected = list(torch.autograd.grad(penalty, policy.trainable))
+
+    assert relative_difference([a - b for a, b in zip(with_it, without, strict=True)], expected) < 1e-3
+
+
 @pytest.mark.parametrize(
     "advanced",
     [
@@ -125,3 +184,16 @@ def test_each_part_of_a_grader_moves_the_policy(make_policy: MakePolicy) -> None
 
     assert update.grad_norm
     assert torch.isfinite(torch.tensor(update.loss))
+
+
+def test_the_first_step_that_leaves_out_most_of_its_tokens_is_a_warning() -> None:
+    def warned(*shares: float | None) -> list[tuple[str, int]]:
+        recorder = Heard()
+        steps: list[StepMetrics] = []
+        for number, share in enumerate(shares, start=1):
+            steps.append(StepMetrics(step=number, masked_fraction=share))
+            alerts.report_masked(steps, recorder)  # type: ignore[arg-type]
+        return [(level, data["step"]) for level, _, data in recorder.said]
+
+    assert warned(0.1, None, 0.5) == []
+    assert warned(0.1, 1.0, 1.0, 0.2, 0.9) == [("warn", 2)]

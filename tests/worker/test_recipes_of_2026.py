@@ -14,14 +14,18 @@ from torch import Tensor
 
 from core.jobs.hyperparameter_groups import Divergence, KlEstimator
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
+from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade
 from tests.hyperparameters import in_groups
+from worker.recording import metrics
 from worker.refusals import UserMistake
 from worker.training import grpo, importance, policy_loss, reward_shaping
 from worker.training.objective import Objective, Tokens, token_loss
 from worker.training.objectives.clipped import ClippedObjective
 from worker.training.objectives.dppo import DppoObjective
+from worker.training.objectives.gspo import GspoObjective
 from worker.training.objectives.registry import objective_of
+from worker.training.objectives.rloo import RlooObjective
 from worker.types import Group, Prompt, Rollout
 
 ANSWER = torch.tensor([0, 0, 0, 1, 1])
@@ -175,11 +179,12 @@ def test_an_answer_beyond_the_cap_is_left_out_or_cut_off(kind: Any, expected: fl
 
 
 def test_the_default_of_trl_masks_answers_without_a_lower_bound() -> None:
-    run = settings(importance="mask", importance_level="answer", importance_cap=3.0, importance_floor=0.0)
+    of_answers = {"importance": "mask", "importance_level": "answer"}
+    run = settings(**of_answers)
     unlikely = SAMPLED + 2.0  # products e^-6 and e^-4
 
     assert importance.weights_of(OLD, unlikely, ANSWER, run).gt(0).all()
-    floored = settings(importance="mask", importance_level="answer", importance_cap=3.0)
+    floored = settings(**of_answers, importance_floor=1 / 3)
     assert importance.weights_of(OLD, unlikely, ANSWER, floored).eq(0).all()
 
 
@@ -248,6 +253,51 @@ def test_a_negative_advantage_has_an_upper_bound_of_the_ratio() -> None:
     assert gradient.tolist() == close(0.0, -1.2, 0.0)
     assert bounded.clipped(tokens).tolist() == [True, False, True]
     assert ClippedObjective(0.8, 1.28)(tokens).tolist() == close(-3.0, -1.2, 1.28)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "objective", "value"),
+    [
+        (-1.0, ClippedObjective(0.8, 1.28, 3.0), 3.0),
+        (1.0, ClippedObjective(0.8, 1.28), -1.28),
+        (0.0, ClippedObjective(0.8, 1.28), 0.0),
+        (0.0, GspoObjective(0.8, 1.28), 0.0),
+        (1.0, RlooObjective(0.8, 1.28), -1.28),
+    ],
+)
+def test_a_ratio_that_overflows_beyond_a_bound_has_no_gradient(
+    advantage: float, objective: Objective, value: float
+) -> None:
+    logp = torch.tensor([-0.1], requires_grad=True)
+    anchor, one = torch.tensor([-100.0]), torch.ones(1)
+    loss = token_loss(logp, anchor, advantage * one, one, torch.zeros(1).long(), objective=objective)
+
+    assert loss.item() == pytest.approx(value)
+    assert torch.autograd.grad(loss, logp)[0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_penalty_adds_its_gradient_to_that_of_one_ratio(estimator: KlEstimator, seed: int) -> None:
+    """Bit for bit: with two log-ratios the sums have another order, and a job another result."""
+    torch.manual_seed(seed)
+    old, ref = -torch.rand(64) * 4, -torch.rand(64) * 4
+    logp = (old + 0.3 * torch.randn(64)).requires_grad_()
+    advantage, weight = torch.randn(64), torch.rand(64)
+    log_ratio = logp - old
+    ratio = log_ratio.exp()
+    value = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    log_x = ref - logp
+    estimate = torch.expm1(log_x) - log_x if estimator == "k3" else logp - ref
+    expected = -(weight * (value - 0.07 * (log_ratio.exp() * estimate))).sum()
+
+    loss = token_loss(
+        logp, old, advantage, weight, torch.zeros(64).long(), objective=DAPO,
+        kl=0.07, kl_estimator=estimator, ref_logp=ref,
+    )  # fmt: skip
+
+    assert torch.equal(loss, expected)
+    assert torch.equal(*(torch.autograd.grad(one, logp)[0] for one in (loss, expected)))
 
 
 def test_the_bound_is_that_of_the_job() -> None:
@@ -325,13 +375,39 @@ def advantages(groups: Sequence[Group], run: Resolved) -> list[list[float]]:
     return [[] if pack is None else [one.advantages_T[0] / std for one in pack.sequences] for pack in packs]
 
 
-def test_right_answers_of_other_lengths_teach_and_are_reported_as_all_right() -> None:
-    run = settings(length={"weight": 0.25}, advantage_scale="none")
-    group = grouped([1, 1], lengths=[100, 50])
+@pytest.mark.parametrize("scale", ["none", "batch", "group"])
+@pytest.mark.parametrize("weight", [0.25, 0.01])
+def test_right_answers_of_other_lengths_teach_by_the_weight(scale: str, weight: float) -> None:
+    run = settings(length={"weight": weight}, advantage_scale=scale)
+    groups = [grouped([1, 1], lengths=[100, 50], line=line) for line in (1, 2)]
 
-    assert advantages([group], run) == [pytest.approx([-0.0625, 0.0625])]
-    assert policy_loss.signal(group, run) == "mixed"
-    assert policy_loss.reported_signal(group, run) == "all_one"
+    assert advantages(groups, run) == [pytest.approx([-weight / 4, weight / 4])] * 2
+    assert policy_loss.signal(groups[0], run) == "mixed"
+    [first, _] = policy_loss.answer_signals(groups, run)
+    assert [one.advantage for one in first] == pytest.approx([-weight / 4, weight / 4])
+
+
+@pytest.mark.parametrize(("scale", "std"), [("batch", 0.5), ("group", 0.5)])
+def test_the_std_of_advantages_is_that_of_the_rewards_without_length(scale: str, std: float) -> None:
+    run = settings(length={"weight": 4.0}, advantage_scale=scale)
+    group = grouped([1, 1, 0, 0], lengths=[100, 50, 100, 50])
+
+    plain = settings(length={"weight": 4.0}, advantage_scale="none")
+    [expected] = advantages([group], plain)
+    assert advantages([group], run) == [pytest.approx([one / std for one in expected])]
+
+
+def test_a_step_of_right_answers_that_length_compares_has_signal() -> None:
+    """`stopping.after_silent_steps` would end a job that learns, and its reports would call it finished."""
+    run = settings(length={"weight": 0.25})
+    groups = [grouped([1, 1], lengths=[100, 50]), grouped([1, 1], lengths=[50, 50], line=2)]
+
+    shares = metrics.signal_shares(groups, run)
+
+    assert shares["groups_mixed_share"] == 0.5
+    assert shares["groups_all_one_share"] == 0.5
+    assert StepMetrics(step=1, **shares).has_signal
+    assert metrics.no_signal(groups, run) is None
 
 
 def test_a_negative_score_fails_a_job_that_divides_by_the_mean() -> None:

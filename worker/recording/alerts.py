@@ -55,6 +55,7 @@ def report(
             raise UserMistake("grader_failed", message, GRADER_PARAM)
     report_skipped_update(history.steps, recorder)
     report_updates(history, recorder, settings.step_kl)
+    report_masked(history.steps, recorder)
     if (
         settings.has_token_rewards
         and grpo.signal([r for group in groups_P for r in training_rewards(group, settings)]) == "mixed"
@@ -74,6 +75,21 @@ def report_skipped_update(steps: Steps, recorder: Recorder) -> None:
     """Warn if the newest of these steps is the first one in a row whose update was skipped."""
     if stopping.skipped_updates(steps) == 1:
         recorder.warn(SKIPPED, {"step": steps[-1].step})
+
+
+MOST_MASKED = 0.5  # of the tokens of a step
+
+
+def report_masked(steps: Steps, recorder: Recorder) -> None:
+    """Warn if the newest of these steps is the first of the job that trains on less than half of its tokens."""
+    now, *earlier = ((step.masked_fraction or 0.0) for step in reversed(steps))
+    if now > MOST_MASKED >= max(earlier, default=0.0):
+        recorder.warn(
+            f"{now:.0%} of the step's tokens were left out of the loss, as of another policy than the current one. "
+            "Widen the bounds of importance (cap, floor, reject_low, reject_high, off_policy_threshold), or learn from "
+            "answers of fewer steps ago.",
+            {"step": steps[-1].step, "masked_fraction": now},
+        )
 
 
 RETRIES = "update_retries"  # the rule of the warning

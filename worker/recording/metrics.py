@@ -76,7 +76,7 @@ def of_step(
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
         data |= below_best(best_scores, scores, looks)
     if train_P and graders:
-        data |= _signal(train_P, settings) | answer_statistics.of_answers(train_P)
+        data |= signal_shares(train_P, settings) | answer_statistics.of_answers(train_P)
     if update is not None:
         data |= _update(update)
     data |= _staleness(step, train_P)
@@ -385,8 +385,9 @@ def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
     return _mean(-logprob for rollout in rollouts for logprob in rollout.sampled_logprobs)
 
 
-def _signal(groups_P: Sequence[Group], settings: Resolved) -> dict[str, float]:
-    kinds = Counter(policy_loss.reported_signal(group, settings) for group in groups_P)
+def signal_shares(groups_P: Sequence[Group], settings: Resolved) -> dict[str, float]:
+    """The share of the groups of each kind: see `policy_loss.signal`."""
+    kinds = Counter(policy_loss.signal(group, settings) for group in groups_P)
     return {
         f"groups_{kind}_share": kinds[kind] / len(groups_P)
         for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")

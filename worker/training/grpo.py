@@ -22,6 +22,8 @@ Signal = Literal["mixed", "all_zero", "all_one", "equal", "ungraded"]
 
 # The bound of an advantage under a teacher.
 MOST_NATS = 5.0
+# Beyond every upper bound of a ratio, and with an exponential that float32 has.
+LARGEST_LOG_RATIO = 60.0
 ROUNDING = 1e-7  # of a log-probability in float32: a token of probability 1 leaves this to the others
 
 
@@ -57,13 +59,18 @@ def advantages(
     scale: Scale,
     std: Std | None = "population",
     normalize: Normalize = "papers",
+    scores_PG: Sequence[Sequence[float | None]] | None = None,
 ) -> list[list[float]]:
     """Group-relative advantages (DeepSeekMath section 4.1.2), one for each answer, the same for all its tokens.
 
     Subtracts the group's mean, then divides by the std of the group (the paper) or of the batch (keeps easy and hard
     prompts in proportion; see `batch_deviation`), by the mean (MaxRL, arXiv 2602.02710: 1 right answer of n gets n - 1,
     and a group without success 0), or does not divide (Dr. GRPO).
+
+    Args:
+        scores_PG: the rewards whose std divides, and nothing where they are equal. None: `rewards_PG`.
     """
+    scores_PG = rewards_PG if scores_PG is None else scores_PG
     centred_PG = [centred(rewards_G) for rewards_G in rewards_PG]
     if scale == "none":
         return centred_PG
@@ -74,27 +81,40 @@ def advantages(
         ]
     assert std is not None, "a scale needs to know which std"
     if scale == "batch":
-        by = batch_deviation(rewards_PG, std, normalize)
+        by = batch_deviation(rewards_PG, std, normalize, scores_PG) or 1.0
         return [_divided(values_G, by) for values_G in centred_PG]
     return [
-        _divided(values_G, deviation([r for r in rewards_G if r is not None], std))
-        for values_G, rewards_G in zip(centred_PG, rewards_PG, strict=True)
+        _divided(values_G, _spread([r for r in scores_G if r is not None], std) or 1.0)
+        for values_G, scores_G in zip(centred_PG, scores_PG, strict=True)
     ]
 
 
 def batch_deviation(
-    rewards_PG: Sequence[Sequence[float | None]], std: Std, normalize: Normalize = "papers"
+    rewards_PG: Sequence[Sequence[float | None]],
+    std: Std,
+    normalize: Normalize = "papers",
+    scores_PG: Sequence[Sequence[float | None]] | None = None,
 ) -> float:
     """The std of the rewards of a batch, around their common mean; 0 if no group has signal.
 
     papers: of all graded answers (Lite PPO, arXiv 2508.08221; TRL's scale_rewards="batch"). signal: of those in groups
     with signal, so that a group without changes nothing, just as if it had not been sampled.
+
+    Args:
+        scores_PG: the rewards whose std it is, as in `advantages`.
     """
-    with_signal = [rewards_G for rewards_G in rewards_PG if any(centred(rewards_G))]
+    scores_PG = rewards_PG if scores_PG is None else scores_PG
+    pairs = zip(rewards_PG, scores_PG, strict=True)
+    with_signal = [scores_G for rewards_G, scores_G in pairs if any(centred(rewards_G))]
     if not with_signal:
         return 0.0
-    counted = rewards_PG if normalize == "papers" else with_signal
-    return deviation([r for rewards_G in counted for r in rewards_G if r is not None], std)
+    counted = scores_PG if normalize == "papers" else with_signal
+    return _spread([r for scores_G in counted for r in scores_G if r is not None], std)
+
+
+def _spread(values: Sequence[float], kind: Std) -> float:
+    """The standard deviation; 0 for values that differ by rounding alone."""
+    return 0.0 if all_equal(values) else deviation(values, kind)
 
 
 def _divided(values: Sequence[float], by: float) -> list[float]:
@@ -152,7 +172,9 @@ def surrogate(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> 
 
     `low` and `high` bound the ratio itself: 1 - epsilon and 1 + epsilon. Any one shape.
     """
-    ratio = log_ratio.exp()
+    # Where the clip hides a ratio, before the exponential: infinity times the gradient 0 is not a number.
+    hidden = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    ratio = torch.where(advantage < 0, log_ratio, hidden).exp()
     return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
@@ -208,8 +230,8 @@ def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlE
     Schulman, "Approximating KL divergence"), which PPO with a KL penalty and introductions to GRPO print. k2: half its
     square, whose gradient is that of k1 with rho where rho is 1.
 
-    The samples come from where rho is 1, so only the first has the KL's own gradient in the mean. That of a bare k1 is
-    0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
+    The samples come from where rho is 1, so only k1, k2 and k3 have the KL's own gradient in the mean. That of a bare
+    k1 is 0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
     """
     if estimator == "k2":
         return 0.5 * kl_k1(logp, ref_logp) ** 2

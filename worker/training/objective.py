@@ -8,6 +8,7 @@ advantage (known with the group, but for the std of the batch), and one number f
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor
@@ -31,8 +32,9 @@ class Tokens:
     advantage: Tensor
     answer: Tensor  # the number of its answer, from 0
 
-    @property
+    @cached_property
     def log_ratio(self) -> Tensor:
+        """Of the policies: one node of the graph, so that the gradients of all its uses are added up in one order."""
         return self.logp - self.old_logp
 
 

@@ -51,6 +51,7 @@ class GroupContribution:
     pack: Pack | None  # None: nothing to compute
     lengths: tuple[int, ...]  # tokens of each answer in the loss
     rewards_N: tuple[float | None, ...]  # the rewards behind its advantages: of answers, or of steps
+    scores_N: tuple[float | None, ...]  # those whose std divides the advantages: see `_with_spread`
 
 
 def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupContribution:
@@ -66,9 +67,10 @@ def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupCo
     objective = OBJECTIVES[settings.loss]
     keep_all = settings.kl > 0 or group.has_teacher or settings.has_token_rewards
     rewards_N, advantages_GT = _advantages(group, settings, decode)
+    scores_N = tuple(_with_spread(group, rewards_N, settings))
     line = group.prompt.line
     if settings.normalize == "signal" and not keep_all and not any(map(any, advantages_GT)):
-        return GroupContribution(line, None, (), rewards_N)
+        return GroupContribution(line, None, (), rewards_N, scores_N)
     counted = [
         (rollout, advantages_T)
         for (rollout, reward), advantages_T in zip(_pairs(group), advantages_GT, strict=True)
@@ -80,7 +82,8 @@ def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupCo
         if keep_all or any(advantages_T)
     )
     lengths = tuple(rollout.sampled_tokens for rollout, _ in counted)
-    return GroupContribution(line, Pack(group.prompt.ids, answers) if answers else None, lengths, rewards_N)
+    pack = Pack(group.prompt.ids, answers) if answers else None
+    return GroupContribution(line, pack, lengths, rewards_N, scores_N)
 
 
 def in_batch(groups_P: Sequence[tuple[int, Sequence[float | None]]], settings: Resolved) -> list[bool]:
@@ -135,8 +138,8 @@ def divisors(shares: Sequence[GroupContribution], settings: Resolved) -> tuple[f
     if settings.advantage_scale not in OF_BATCH or settings.has_token_rewards:
         return whole, 1.0
     assert settings.std is not None
-    rewards_PN = [share.rewards_N for share in shares]
-    return whole, grpo.batch_deviation(rewards_PN, settings.std, settings.normalize) or 1.0
+    rewards_PN, scores_PN = [share.rewards_N for share in shares], [share.scores_N for share in shares]
+    return whole, grpo.batch_deviation(rewards_PN, settings.std, settings.normalize, scores_PN) or 1.0
 
 
 def answer_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[AnswerSignal]]:
@@ -164,11 +167,12 @@ def _batch_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[A
         ]
     if settings.supervision == "outcome":
         rewards_PG = [compared_rewards(group, settings) for group in groups_P]
+        scores_PG = [_with_spread(*one, settings) for one in zip(groups_P, rewards_PG, strict=True)]
         steps_PGJ: list[list[tuple[float, ...]]] = [[()] * len(group.rollouts_G) for group in groups_P]
         first_PG = (
             [grpo.leave_one_out(rewards_G) for rewards_G in rewards_PG]
             if settings.loss == "rloo"
-            else grpo.advantages(rewards_PG, scale, std, normalize)
+            else grpo.advantages(rewards_PG, scale, std, normalize, scores_PG)
         )
     else:
         rewards_PGJ = [
@@ -226,6 +230,16 @@ def compared_rewards(group: Group, settings: Resolved) -> list[float | None]:
     return reward_shaping.each_normalized(scores_GK, weights_K, settings.std)
 
 
+def _with_spread(
+    group: Group, rewards_N: Sequence[float | None], settings: Resolved
+) -> Sequence[float | None]:
+    """Return the rewards whose std divides the advantages: the compared ones, without what `length` takes off.
+
+    With it, right answers of different lengths would have a std of lengths alone, and its weight no effect.
+    """
+    return [_shaped(*pair, settings) for pair in _pairs(group)] if settings.length_weight else rewards_N
+
+
 def part_scores(grade: Grade, names: Sequence[str], stand_in: float | None) -> list[float] | None:
     """Return the scores of the parts of a multi grader with these names. None: the answer is not graded.
 
@@ -242,19 +256,19 @@ def part_scores(grade: Grade, names: Sequence[str], stand_in: float | None) -> l
 def signal(group: Group, settings: Resolved) -> grpo.Signal:
     """Return what the training rewards of a group teach: see `grpo.signal`.
 
-    With the scale `each` a group has signal if a part varies, although the scores of its answers may be equal.
+    Right answers of different lengths have signal where `length` counts: they are trained on. With the scale `each` a
+    group has signal if a part varies, although the scores of its answers may be equal.
     """
-    kind = grpo.signal(training_rewards(group, settings))
+    rewards_N = training_rewards(group, settings)
+    kind = grpo.signal(rewards_N)
+    if settings.length_weight and kind == "equal":  # right answers of equal length are all right
+        by_score = grpo.signal(_with_spread(group, rewards_N, settings))
+        return kind if by_score == "mixed" else by_score
     if settings.advantage_scale != "each" or kind == "ungraded":
         return kind
     if any(compared_rewards(group, settings)):
         return "mixed"
     return "equal" if kind == "mixed" else kind
-
-
-def reported_signal(group: Group, settings: Resolved) -> grpo.Signal:
-    """As `signal`, without what the length of answers adds: right answers of other lengths are all right."""
-    return signal(group, settings.model_copy(update={"length_weight": 0.0}))
 
 
 def _group_signals(
@@ -302,7 +316,8 @@ def _advantages(
         if settings.loss == "rloo":
             advantages_G = grpo.leave_one_out(rewards_N)
         else:
-            [advantages_G] = grpo.advantages([rewards_N], scale, settings.std)
+            scores_G = _with_spread(group, rewards_N, settings)
+            [advantages_G] = grpo.advantages([rewards_N], scale, settings.std, scores_PG=[scores_G])
         lengths = [len(rollout.output_ids_T) for rollout in group.rollouts_G]
         spread = [(value,) * length for value, length in zip(advantages_G, lengths, strict=True)]
         return tuple(rewards_N), spread

@@ -27,8 +27,11 @@ class ClippedObjective(Objective):
         return cls(*settings.ratio_bounds, settings.ratio_max)
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        objective = grpo.surrogate(tokens.log_ratio, tokens.advantage, self.low, self.high)
-        return torch.where(self._is_beyond(tokens), (self.ratio_max or 0.0) * tokens.advantage, objective)
+        log_ratio = tokens.log_ratio
+        if self.ratio_max is not None:
+            # Before the exponential, whose overflow would make the gradient of these tokens NaN.
+            log_ratio = torch.where(self._is_beyond(tokens), math.log(self.ratio_max), log_ratio)
+        return grpo.surrogate(log_ratio, tokens.advantage, self.low, self.high)
 
     def clipped(self, tokens: Tokens) -> Tensor:
         left = grpo.left_band(tokens.log_ratio, tokens.advantage, self.low, self.high)
