@@ -236,6 +236,24 @@ def test_what_an_agent_sampled_before_a_limit_is_graded_also_if_the_agent_then_f
     assert (rollout.episode.stop, rollout.is_truncated, len(rollout.nodes)) == (stop, True, 1)
 
 
+class Copy(dict[str, Any]):
+    """A message that can be watched."""
+
+
+def test_a_message_that_a_conversation_repeats_is_kept_once() -> None:
+    async def agent(ask: Any) -> None:
+        first = await ask(ASK)
+        copy = Copy(ASK)
+        watched = weakref.ref(copy)
+        await ask(copy, first, ASK)
+        del copy
+        await asyncio.sleep(0)
+        gc.collect()
+        assert watched() is None
+
+    played(agent, Counted())
+
+
 async def _one_leased(
     calls: Counted, limits: EpisodeLimits = LIMITS
 ) -> "tuple[Board, asyncio.Task[Rollout]]":

@@ -118,7 +118,8 @@ class AgentEpisode:
         self._tree = TokenTree(prompt.ids)
         self._known: list[Known] = []
         self._begun = 0
-        self._asks: Counter[tuple[int, ...]] = Counter()
+        self._asks: Counter[bytes] = Counter()  # by the hash of the tokens, which may be many
+        self._messages: dict[bytes, Message] = {}  # each once: a conversation repeats those before it
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._by_key: dict[str, tuple[str, asyncio.Task[dict[str, Any]]]] = {}
         self._newest: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by digest
@@ -171,7 +172,8 @@ class AgentEpisode:
         parent, context = await self._placed(request)
         ids = self._tree.path(parent) + context
         number = self._begin(ids)
-        ask, self._asks[ids] = self._asks[ids], self._asks[ids] + 1
+        asked = sha256(repr(ids).encode()).digest()
+        ask, self._asks[asked] = self._asks[asked], self._asks[asked] + 1
         try:
             sampled = await self.game.calls.next(replace(self.prompt, ids=ids, ask=ask), self.member)
         except Exception as cause:
@@ -179,8 +181,15 @@ class AgentEpisode:
         answer = self._parsed(request, sampled, number)
         place = self._tree.add(parent, context, answer)
         message = message_of(answer)
-        self._known.append(Known(spelled(request.tools), (*request.messages, message), place, answer))
+        self._known.append(
+            Known(spelled(request.tools), self._shared((*request.messages, message)), place, answer)
+        )
         return _completion(answer, message, len(ids), f"{self.trace}/{number}")
+
+    def _shared(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """These messages, without a second copy of an equal one."""
+        digests = [sha256(json.dumps(one).encode()).digest() for one in messages]
+        return [self._messages.setdefault(digest, one) for digest, one in zip(digests, messages, strict=True)]
 
     def _begin(self, ids: tuple[int, ...]) -> int:
         """Count an answer to these tokens, and return its number. Raises Refused: it exceeds a limit."""
