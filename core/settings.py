@@ -326,6 +326,10 @@ class Settings(BaseSettings):
     @field_validator("host", "episodes_host", "rendezvous", mode="after")
     @classmethod
     def _is_an_address(cls, text: str, field: ValidationInfo) -> str:
+        if field.field_name == "episodes_host" and not text.strip("[].:0"):  # none, 0.0.0.0 or ::
+            raise PydanticCustomError(
+                "address", "must be an address of this machine that the API can connect to"
+            )
         if not text:
             return text
         try:

@@ -5,6 +5,7 @@ answers (worker/rollout/agent_episodes.py); the API checks requests and forwards
 """
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ import httpx
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from api.http.deps import CurrentProject, EpisodeJob, Service, ServiceDep
 from api.http.json_responses import JSON, encode
@@ -34,7 +35,10 @@ router = APIRouter(prefix="/regraft", tags=["regraft"])
 MAX_LEASES = 256
 MAX_WAIT_S = 60.0
 MAX_KEY = 255
+MAX_WAITING = 64  # requests of one API process for episodes of a run
 RETRY_AFTER = 2  # seconds
+# An answer takes minutes, and a step has hundreds of episodes: none waits for the connection of another.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 # Parameters that would change what is sampled, and that no value of has the same meaning as none.
 _REFUSED = ("logit_bias", "stop", "logprobs", "top_logprobs")
 _SAMPLING = ("temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "reasoning_effort")
@@ -46,32 +50,42 @@ class EpisodeRuns:
     def __init__(self, timeout: httpx.Timeout = TIMEOUT) -> None:
         self._timeout = timeout
         self._client: httpx.AsyncClient | None = None
+        self._waiting: Counter[str] = Counter()  # requests for episodes, by the run's URL
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
+    async def lease(self, run: EpisodeRun, most: int, wait_s: float) -> Any:
+        """Lease episodes, as `post`. At most MAX_WAITING requests wait at a run; others get what there is."""
+        wait_s = wait_s if self._waiting[run.url] < MAX_WAITING else 0.0
+        self._waiting[run.url] += 1
+        try:
+            return await self.post(run, "/lease", {"max": most, "wait_s": wait_s})
+        finally:
+            self._waiting[run.url] -= 1
+            self._waiting += Counter()  # without those of runs that have ended
+
     async def post(self, run: EpisodeRun, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request to a run, and return its answer.
 
         Raises:
-            NotReady: the run does not sample now, or does not answer.
+            NotReady: the run does not answer.
             EpisodeRefused: the run refuses it.
         """
-        if not run.url:
-            raise NotReady("The run of the job does not sample now; try again.", retry_after=RETRY_AFTER)
         if self._client is None:
             # No proxy for external hosts must receive this.
-            self._client = httpx.AsyncClient(timeout=self._timeout, trust_env=False)
+            self._client = httpx.AsyncClient(timeout=self._timeout, limits=LIMITS, trust_env=False)
         headers = {"authorization": f"Bearer {run.secret}", **tracing.outgoing()}
         try:
             answer = await self._client.post(f"{run.url}{path}", content=encode(body), headers=headers)
         except httpx.TransportError as cause:
-            message = (
-                "The run of the job does not answer. If this lasts, its worker is on another machine: the operator "
-                "sets REGRAFT_EPISODES_HOST there."
-            )
+            message = "The run of the job does not answer."
+            if isinstance(cause, httpx.ConnectError):
+                message += (
+                    " If this lasts, its worker is on another machine: REGRAFT_EPISODES_HOST is set there."
+                )
             raise NotReady(message, retry_after=RETRY_AFTER) from cause
         if answer.status_code in (400, 409):
             error = answer.json()["error"]
@@ -103,7 +117,7 @@ class LeasedEpisode(BaseModel):
     base_url: Annotated[str, Field(description="For a client of OpenAI's API.")]
     api_key: Annotated[str, Field(description="Good for this episode only, and for nothing else.")]
     trace_id: Annotated[str, Field(description="As in the rollout and for graders.")]
-    split: Literal["train", "valid"]
+    split: Annotated[str, Field(description="`train` or `valid`.")]
     item: Annotated[dict[str, Any], Field(description="The row of the file.")]
     messages: Annotated[list[dict[str, Any]], Field(description="Of the row.")]
     tools: Annotated[list[dict[str, Any]], Field(description="Of the row.")]
@@ -139,7 +153,7 @@ async def lease_episodes(
         )
     if run is None or not run.url:
         return LeasedEpisodes(data=[], job_status=job.status)
-    leased = await until_gone(request.receive, runs.post(run, "/lease", body.model_dump()))
+    leased = await until_gone(request.receive, runs.lease(run, body.max, body.wait_s))
     data = [] if leased is None else leased["data"]
     return LeasedEpisodes(data=[_leased(request, run, one) for one in data], job_status=job.status)
 
@@ -184,8 +198,15 @@ def _message(message: Message) -> dict[str, Any]:
     return kept | {"content": message.text}
 
 
+def _count(text: Any) -> int:
+    """The number of a header; 0: it has none."""
+    return int(text) if str(text).isdecimal() else 0
+
+
 IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=MAX_KEY)]
-RetryCount = Annotated[str, Header(alias="X-Stainless-Retry-Count", include_in_schema=False)]
+RetryCount = Annotated[
+    int, BeforeValidator(_count), Header(alias="X-Stainless-Retry-Count", include_in_schema=False)
+]
 
 
 @router.post(
@@ -201,10 +222,10 @@ async def answer_in_episode(
     service: ServiceDep,
     runs: JobRuns,
     key: IdempotencyKey = "",
-    retries: RetryCount = "0",
+    retries: RetryCount = 0,
 ) -> Response:
     """Create a chat completion with the model that is trained. A repeated request gets the first answer."""
-    asked = body.to_run(key, is_retry=retries != "0")
+    asked = body.to_run(key, is_retry=retries > 0)
     answer = await until_gone(request.receive, _to_run(service, runs, job, episode_id, "chat", asked))
     if answer is None:
         return Response(status_code=499)
@@ -220,7 +241,11 @@ async def answer_in_episode(
 async def _to_run(
     service: Service, runs: EpisodeRuns, job: Job, episode_id: str, route: str, body: Mapping[str, Any]
 ) -> Any:
-    """The answer of the run to a request about an episode. Raises EpisodeRefused: the job has ended."""
+    """The answer of the run to a request about an episode.
+
+    Raises:
+        EpisodeRefused: the job has ended, or the step of the episode.
+    """
 
     def find() -> EpisodeRun | None:
         with service.database.read() as session:
@@ -229,6 +254,9 @@ async def _to_run(
     run = await to_thread.run_sync(find)
     if run is None or job.status not in episode_servers.LIVE:
         message = f"The job {job.id} is {job.status}, so its episodes are over."
+        raise EpisodeRefused(409, message, param=None, code="episode_over")
+    if not run.url:  # a step ends after all its episodes
+        message = f"The step of the episode {episode_id} has ended."
         raise EpisodeRefused(409, message, param=None, code="episode_over")
     return await runs.post(run, f"/episodes/{episode_id}/{route}", body)
 

@@ -157,6 +157,11 @@ class Reinforcement(StrictModel):
                 param_of("reinforcement", "supervision"),
                 f"a job with {kind} is rewarded for whole episodes: 'process' is not supported",
             )
+        if self.environment is not None and advanced.loss.advantage_scale == "each":
+            raise _invalid(
+                param_of("reinforcement", "advantage_scale"),
+                "'each' needs the scores of a grader's parts, and an agent may give one reward in their place",
+            )
         if any(reward_model_parts(self.grader)):
             raise _invalid(
                 GRADER_PARAM, f"a reward model scores one answer, and a job with {kind} has episodes"

@@ -15,10 +15,10 @@ The job has `"environment": {"type": "client"}`. Any program that takes a base U
 import asyncio
 import inspect
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 WAIT_S = 10.0  # of one request for episodes
 PAUSE_S = 1.0  # after a request that found none, as while the job learns
 PATIENCE_S = 600.0  # with a server that does not answer
+# The server is not there, or has too much to do: a later request may succeed.
+_LATER = (openai.InternalServerError, openai.APIConnectionError, openai.RateLimitError)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def run(
     *,
     client: Regraft | None = None,
     pause: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Played:
     """Play the episodes of a job until it has ended or is paused.
 
@@ -105,27 +108,34 @@ def run(
     Raises:
         openai.APIError: the job has no agents, or the server has not answered for ten minutes.
     """
-    player = _Player(client or Regraft(), job, function, concurrency, pause)
+    player = _Player(client or Regraft(), job, function, concurrency, pause, clock)
     return player.play()
 
 
 class _Player:
     def __init__(
-        self, client: Regraft, job: str, function: Agent, concurrency: int, pause: Callable[[float], None]
+        self,
+        client: Regraft,
+        job: str,
+        function: Agent,
+        concurrency: int,
+        pause: Callable[[float], None],
+        clock: Callable[[], float],
     ) -> None:
         self._client, self._job, self._function = client, job, function
-        self._concurrency, self._pause = concurrency, pause
-        self._answered_at = time.monotonic()
+        self._concurrency, self._pause, self._clock = concurrency, pause, clock
+        self._failing_since: float | None = None
 
     def play(self) -> Played:
         playing: set[Future[bool]] = set()
-        ended: list[Future[bool]] = []
+        results: list[bool] = []
         with ThreadPoolExecutor(self._concurrency, "episode") as threads:
             while True:
                 if len(playing) == self._concurrency:
                     wait(playing, return_when=FIRST_COMPLETED)
-                ended += [one for one in playing if one.done()]
-                playing = {one for one in playing if not one.done()}
+                ended = {one for one in playing if one.done()}
+                playing -= ended
+                results += [one.result() for one in ended]
                 leases = self._lease(self._concurrency - len(playing))
                 if leases is not None and leases.job_status in {*FINAL, "paused"}:
                     break
@@ -133,7 +143,7 @@ class _Player:
                     self._pause(PAUSE_S)
                     continue
                 playing |= {threads.submit(self._play, self._episode(one)) for one in leases.data}
-        results = [one.result() for one in (*ended, *playing)]
+        results += [one.result() for one in playing]
         return Played(sum(results), len(results) - sum(results), leases.job_status)
 
     def _lease(self, most: int) -> _Leases | None:
@@ -146,11 +156,13 @@ class _Player:
                 body={"max": most, "wait_s": WAIT_S},
                 cast_to=_Leases,
             )
-        except (openai.InternalServerError, openai.APIConnectionError):
-            if time.monotonic() - self._answered_at > PATIENCE_S:
+        except _LATER:
+            now = self._clock()
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            if now - self._failing_since > PATIENCE_S:
                 raise
             return None
-        self._answered_at = time.monotonic()
+        self._failing_since = None
         return leases
 
     def _episode(self, leased: _Leased) -> Episode:
@@ -164,6 +176,7 @@ class _Player:
             reward = self._function(episode)
             if inspect.isawaitable(reward):
                 reward = asyncio.run(_awaited(reward))
+            body = {"status": "ready", "reward": _number(reward)}
         except Exception:
             log.warning("the agent failed in the episode %s", episode.id, exc_info=True)
             self._complete(episode, {"status": "failed"})
@@ -171,18 +184,40 @@ class _Player:
         except BaseException:  # the program ends
             self._complete(episode, {"status": "failed"})
             raise
-        self._complete(episode, {"status": "ready", "reward": reward})
-        return True
+        if self._complete(episode, body):
+            return True
+        self._complete(episode, {"status": "failed"})
+        return False
 
-    def _complete(self, episode: Episode, body: dict[str, Any]) -> None:
+    def _complete(self, episode: Episode, body: dict[str, Any]) -> bool:
+        """Complete an episode. Returns whether the server does not refuse it."""
         headers = {"Authorization": f"Bearer {episode.api_key}"}
-        with suppress(openai.ConflictError):  # its deadline has passed, or the job has ended
+        try:
             self._client.post(
                 f"/regraft/episodes/{episode.id}/complete",
                 body=body,
                 cast_to=object,
                 options={"headers": headers},
             )
+        except openai.ConflictError:  # it is over: its deadline has passed, or its step or the job has ended
+            return True
+        except _LATER as cause:
+            log.warning("the episode %s could not be completed: %s", episode.id, cause)
+            return True
+        except openai.APIError as cause:
+            log.warning("the episode %s is not completed: %s", episode.id, cause)
+            return False
+        return True
+
+
+def _number(reward: float | None) -> float | None:
+    """A reward that JSON has. Raises ValueError or TypeError: it is no finite number."""
+    if reward is None:
+        return None
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward {number} is not finite")
+    return number
 
 
 async def _awaited(reward: Awaitable[float | None]) -> float | None:

@@ -1,5 +1,6 @@
 """Episodes of the user's own agent as the API has them: leases, keys, and what is refused before a run sees it."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
+from api.resources.episodes import MAX_WAITING, EpisodeRuns
 from core.database.tables import Job
 from core.jobs import episode_servers
-from core.jobs.episode_servers import episode_id, key_of
+from core.jobs.episode_servers import EpisodeRun, episode_id, key_of
 from tests import factories
 from tests.api.conftest import GRADER, House
 from tests.api.test_chat import served
@@ -190,6 +192,15 @@ def test_an_answer_is_streamed_in_the_pieces_of_the_official_client(agent: TestC
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("count", "is_retry"), [("0", False), ("00", False), ("x", False), ("2", True)])
+def test_a_retry_of_the_official_client_is_known_by_its_number(
+    agent: TestClient, job: str, run: Run, count: str, is_retry: bool
+) -> None:
+    agent.post(path_of(job, CHAT_PATH), json=CHAT, headers={"X-Stainless-Retry-Count": count})
+
+    assert run.got[0][1]["is_retry"] is is_retry
+
+
 @pytest.mark.parametrize("reward", ["NaN", "1e999", '"high"', "1e30", "true"])
 def test_a_reward_that_is_no_number_to_train_with_is_refused(
     agent: TestClient, job: str, run: Run, reward: str
@@ -223,16 +234,58 @@ def test_an_episode_of_a_job_that_has_ended_is_over(house: House, agent: TestCli
     assert agent.post(path_of(job, "complete"), json={}).status_code == 409
 
 
-@pytest.mark.parametrize("url_of_run", ["", "http://127.0.0.1:1"])
-def test_a_run_that_does_not_answer_is_asked_later(
-    house: House, agent: TestClient, job: str, url_of_run: str
-) -> None:
+def publish(house: House, job: str, url: str) -> None:
     with house.database.write() as session:
-        episode_servers.publish(session, session.query(Job).where(Job.id == job).one(), url_of_run)
+        episode_servers.publish(session, session.query(Job).where(Job.id == job).one(), url)
+
+
+def test_a_run_that_does_not_answer_is_asked_later(house: House, agent: TestClient, job: str) -> None:
+    publish(house, job, "http://127.0.0.1:1")
 
     answer = agent.post(path_of(job, CHAT_PATH), json=CHAT)
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert "REGRAFT_EPISODES_HOST" in answer.text
+
+
+def test_an_episode_of_a_step_that_has_ended_is_over(house: House, agent: TestClient, job: str) -> None:
+    publish(house, job, "")
+
+    for path, body in ((CHAT_PATH, CHAT), ("complete", {})):
+        answer = agent.post(path_of(job, path), json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "episode_over")
+
+
+class Busy:
+    """A run that answers nothing before it has all requests that it waits for."""
+
+    def __init__(self, expected: int) -> None:
+        self._expected, self._all = expected, asyncio.Event()
+        self.waits: list[float] = []
+        self.app = FastAPI()
+
+        @self.app.post("/{path:path}")
+        async def answer(path: str, request: Request) -> Response:
+            self.waits.append((await request.json()).get("wait_s", 0.0))
+            if len(self.waits) == self._expected:
+                self._all.set()
+            await self._all.wait()
+            return JSONResponse({"data": []})
+
+
+def test_requests_that_wait_for_episodes_do_not_hold_up_answers() -> None:
+    busy = Busy(200)
+
+    async def ask(url: str) -> None:
+        runs, run = EpisodeRuns(), EpisodeRun(url, "secret")
+        waiting = [runs.lease(run, 1, 60.0) for _ in range(100)]
+        await asyncio.gather(*waiting, *(runs.post(run, "/chat", {}) for _ in range(100)))
+        await runs.close()
+
+    for url in served(busy.app):
+        asyncio.run(asyncio.wait_for(ask(url), 60))
+
+    assert sorted(busy.waits, reverse=True) == [60.0] * MAX_WAITING + [0.0] * (200 - MAX_WAITING)
 
 
 def test_a_lease_has_the_key_of_its_episode(
@@ -305,6 +358,23 @@ def test_an_environment_that_a_job_cannot_have_is_refused_by_parameter(
     answer = api.post("/v1/fine_tuning/jobs", json=request)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"method.reinforcement.{param}")
+
+
+def test_the_parts_of_a_grader_are_not_normalized_where_the_agent_may_give_the_reward(
+    api: TestClient, job_request: Any
+) -> None:
+    multi = {"type": "multi", "name": "m", "graders": {"a": GRADER}, "calculate_output": "a"}
+    request = job_request()
+    request["method"]["reinforcement"] |= {
+        "grader": multi,
+        "environment": {"type": "client"},
+        "hyperparameters": {"advanced": {"loss": {"type": "dapo", "advantage_scale": "each"}}},
+    }
+
+    answer = api.post("/v1/fine_tuning/jobs", json=request)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].endswith("loss.advantage_scale")
 
 
 def test_a_job_with_an_agent_shows_its_environment(api: TestClient, job_request: Any) -> None:

@@ -74,6 +74,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "REGRAFT_INFERENCE_URL: the server of small is not an address",
         ),
         ("INFERENCE_URL", "{}", "REGRAFT_INFERENCE_URL: the map has no servers"),
+        ("EPISODES_HOST", "0.0.0.0", "REGRAFT_EPISODES_HOST: must be an address of this machine"),
+        ("EPISODES_HOST", "[::]", "REGRAFT_EPISODES_HOST: must be an address of this machine"),
     ],
 )
 def test_a_wrong_variable_is_named(

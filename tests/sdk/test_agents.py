@@ -3,14 +3,16 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import regraft
 from fastapi import FastAPI, Request
-from regraft.agents import Agent, Episode, Played
+from regraft.agents import PATIENCE_S, Agent, Episode, Played
 from regraft.cli.agents import function_of
 from regraft.cli.shared import Refused
 from starlette.responses import JSONResponse, Response
@@ -29,7 +31,7 @@ class Service:
     def __init__(self) -> None:
         self.leases: list[Any] = []
         self.completed: dict[str, tuple[str, Any]] = {}  # key and body by id
-        self.is_over = False  # every completion gets 409
+        self.refuses = 0  # the status of completions that are ready
         self.app = FastAPI()
 
         @self.app.post("/v1/regraft/jobs/{job}/episodes/lease")
@@ -37,15 +39,17 @@ class Service:
             if not self.leases:
                 return JSONResponse({"data": [], "job_status": "succeeded"})
             found = self.leases.pop(0)
-            if found is None:
-                return JSONResponse({"error": {"message": "later", "code": "not_ready"}}, 503)
+            if isinstance(found, int):
+                return JSONResponse({"error": {"message": "later", "code": "not_ready"}}, found)
             return JSONResponse({"data": [LEASED | {"id": id} for id in found], "job_status": "running"})
 
         @self.app.post("/v1/regraft/episodes/{id}/complete")
         async def complete(id: str, request: Request) -> Response:
-            self.completed[id] = request.headers["authorization"], json.loads(await request.body())
-            error = {"error": {"message": "over", "code": "episode_over"}}
-            return JSONResponse(error, 409) if self.is_over else JSONResponse({"id": id})
+            body = json.loads(await request.body())
+            self.completed[id] = request.headers["authorization"], body
+            error = {"error": {"message": "no", "code": "no"}}
+            is_refused = self.refuses and body["status"] == "ready"
+            return JSONResponse(error, self.refuses) if is_refused else JSONResponse({"id": id})
 
 
 @pytest.fixture
@@ -59,15 +63,15 @@ def play(service: Service) -> Iterator[Callable[[Agent], Played]]:
         yield partial(played, url)
 
 
-def played(url: str, function: Agent) -> Played:
+def played(url: str, function: Agent, **options: Any) -> Played:
     client = regraft.Regraft(base_url=f"{url}/v1", api_key="k", max_retries=0)
-    return regraft.agents.run("job", function, 2, client=client, pause=lambda seconds: None)
+    return regraft.agents.run("job", function, 2, client=client, pause=lambda seconds: None, **options)
 
 
 def test_each_episode_is_completed_with_its_reward_and_its_key(
     service: Service, play: Callable[[Agent], Played]
 ) -> None:
-    service.leases = [["a", "b"], [], None, ["c"]]
+    service.leases = [["a", "b"], [], 503, 429, ["c"]]
 
     done = play(lambda episode: float(episode.item["digit"]))
 
@@ -103,12 +107,52 @@ def test_an_agent_that_fails_gives_its_episode_back_and_goes_on(
     assert service.completed["a"][1] == {"status": "failed"}
 
 
+@pytest.mark.parametrize("status", [409, 503])
 def test_an_episode_that_is_over_is_no_error_of_the_agent(
-    service: Service, play: Callable[[Agent], Played]
+    service: Service, play: Callable[[Agent], Played], status: int
 ) -> None:
-    service.leases, service.is_over = [["a"]], True
+    service.leases, service.refuses = [["a"]], status
 
     assert play(lambda episode: 1.0) == Played(1, 0, "succeeded")
+
+
+def test_an_episode_whose_reward_the_server_refuses_is_given_back(
+    service: Service, play: Callable[[Agent], Played]
+) -> None:
+    service.leases, service.refuses = [["a"]], 400
+
+    assert play(lambda episode: 1e30) == Played(0, 1, "succeeded")
+    assert service.completed["a"][1] == {"status": "failed"}
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "high", {"reward": 1}])
+def test_what_is_no_reward_gives_the_episode_back(
+    service: Service, play: Callable[[Agent], Played], reward: Any
+) -> None:
+    service.leases = [["a"], ["b"]]
+
+    assert play(lambda episode: reward) == Played(0, 2, "succeeded")
+    assert service.completed["a"][1] == {"status": "failed"}
+
+
+def test_a_number_of_another_library_is_a_reward(service: Service, play: Callable[[Agent], Played]) -> None:
+    service.leases = [["a"]]
+
+    play(lambda episode: Fraction(1, 2))  # type: ignore[arg-type, return-value]
+
+    assert service.completed["a"][1] == {"status": "ready", "reward": 0.5}
+
+
+def test_the_patience_with_a_server_begins_with_its_first_failure_in_a_row(service: Service) -> None:
+    service.leases = [503, 503, [], 503, 503, 503, ["a"]]
+    late = 100 * PATIENCE_S
+    times = iter([late, late + PATIENCE_S, 2 * late, 2 * late + PATIENCE_S, 2 * late + PATIENCE_S + 1])
+
+    for url in served(service.app):
+        with pytest.raises(openai.InternalServerError):
+            played(url, lambda episode: 1.0, clock=times.__next__)
+
+    assert service.leases == [["a"]]
 
 
 def test_the_key_of_an_episode_is_not_printed() -> None:

@@ -1,6 +1,8 @@
 """Episodes of the user's own agent: where an answer goes in the tree, what is never sampled twice, and leases."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -232,6 +234,112 @@ def test_what_an_agent_sampled_before_a_limit_is_graded_also_if_the_agent_then_f
 
     assert rollout.episode is not None
     assert (rollout.episode.stop, rollout.is_truncated, len(rollout.nodes)) == (stop, True, 1)
+
+
+class Copy(dict[str, Any]):
+    """A message that can be watched."""
+
+
+def test_a_message_that_a_conversation_repeats_is_kept_once() -> None:
+    async def agent(ask: Any) -> None:
+        first = await ask(ASK)
+        copy = Copy(ASK)
+        watched = weakref.ref(copy)
+        await ask(copy, first, ASK)
+        del copy
+        await asyncio.sleep(0)
+        gc.collect()
+        assert watched() is None
+
+    played(agent, Counted())
+
+
+async def _one_leased(
+    calls: Counted, limits: EpisodeLimits = LIMITS
+) -> "tuple[Board, asyncio.Task[Rollout]]":
+    board = Board(game(calls, limits), lambda: "episode", 60)
+    playing = asyncio.create_task(board.play(ROW, 0, "trace"))
+    await board.lease(1, 60)
+    return board, playing
+
+
+LONG: Message = {"role": "user", "content": "one two three four five"}
+
+
+def test_an_agent_that_shortens_its_conversation_at_a_limit_ends_as_any_other() -> None:
+    async def agent(ask: Any) -> None:
+        first = await ask(ASK)
+        with pytest.raises(Refused, match="has room for"):
+            await ask(ASK, first, LONG)
+        await ask(ASK, first, ASK)
+
+    rollout = played(agent, Counted(), EpisodeLimits(calls=9, context=14))
+
+    assert rollout.episode is not None
+    assert (rollout.episode.stop, rollout.is_truncated, len(rollout.nodes)) == ("final", False, 2)
+
+
+def test_an_episode_whose_first_request_is_too_long_says_so() -> None:
+    async def play() -> Rollout:
+        board, playing = await _one_leased(Counted(), EpisodeLimits(calls=9, context=10))
+        with pytest.raises(Refused):
+            await board.ask("episode", ChatRequest([LONG], FUNCTIONS))
+        board.complete("episode", Completed("ready", 1.0))
+        return await playing
+
+    rollout = asyncio.run(play())
+
+    assert rollout.is_discarded
+    assert rollout.episode is not None
+    assert "has room for 10 tokens" in rollout.episode.problem
+
+
+def test_a_reward_for_no_answer_is_refused() -> None:
+    async def play() -> None:
+        board, playing = await _one_leased(Counted())
+        with pytest.raises(Refused, match="no answer yet") as refused:
+            board.complete("episode", Completed("ready", 1.0))
+        assert (refused.value.status, refused.value.param) == (400, "reward")
+        await board.ask("episode", ChatRequest([ASK]))
+        board.complete("episode", Completed("ready", 1.0))
+        await playing
+
+    asyncio.run(play())
+
+
+def test_behind_an_answer_that_was_cut_the_tokens_of_the_answer_before_it_stay() -> None:
+    async def agent(ask: Any) -> None:
+        first = await ask(ASK)
+        cut = await ask(ASK, first, ASK)
+        await ask(ASK, first, ASK, cut, ASK)
+
+    rollout = played(agent, Cut(["aaa", "bb", "c"]))
+
+    assert [node.parent for node in rollout.nodes] == [None, 0, 0]
+
+
+class Cut(Counted):
+    """The second answer is cut at its limit of tokens."""
+
+    async def next(self, prompt: Prompt, member: int) -> Rollout:
+        answer = await super().next(prompt, member)
+        return said(answer.text, "length" if len(self.drawn) == 2 else "stop")
+
+
+def test_a_refused_request_is_not_kept() -> None:
+    async def play() -> None:
+        board, playing = await _one_leased(Counted(), EpisodeLimits(calls=9, context=10))
+        request = ChatRequest([LONG], FUNCTIONS)
+        watched = weakref.ref(request)
+        with pytest.raises(Refused):
+            await board.ask("episode", request)
+        del request
+        await asyncio.sleep(0)
+        gc.collect()
+        playing.cancel()
+        assert watched() is None
+
+    asyncio.run(play())
 
 
 def test_an_abandoned_episode_is_leased_once_more_and_then_has_no_reward() -> None:

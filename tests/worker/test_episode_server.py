@@ -5,11 +5,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from core.settings import Settings
 from tests.worker.test_agent_episodes import ROW, Counted, game
 from worker.rollout.agent_episodes import Board
-from worker.rollout.episode_server import listener, served, url_of
+from worker.rollout.episode_server import app_of, listener, served, url_of
 from worker.types import Rollout
 
 ASKED = {
@@ -75,3 +76,44 @@ def test_a_request_that_waits_for_an_episode_does_not_hold_up_the_end_of_a_step(
     with_server(talk)
 
     assert waiting
+
+
+@pytest.mark.parametrize("has_episode", [False, True])
+def test_a_client_that_has_left_takes_no_episode(has_episode: bool) -> None:
+    async def run() -> None:
+        board = Board(game(Counted()), lambda: "episode", 60)
+        sent = iter([b'{"max": 1, "wait_s": 60}'])
+
+        async def receive() -> Any:
+            for body in sent:
+                return {"type": "http.request", "body": body}
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        def offered() -> "asyncio.Task[Rollout]":
+            return asyncio.create_task(board.play(ROW, 0, "trace"))
+
+        if has_episode:
+            playing = offered()
+            await asyncio.sleep(0)
+        asking = asyncio.create_task(app_of(board, "s")(SCOPE, receive, send))
+        for _ in range(20):  # until it waits, or has left
+            await asyncio.sleep(0)
+        if not has_episode:
+            playing = offered()
+            await asyncio.sleep(0)
+        await asking
+        assert board.is_idle
+        assert len(await board.lease(1, 0)) == 1
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+SCOPE = {
+    "type": "http", "method": "POST", "path": "/lease", "query_string": b"",
+    "headers": [(b"authorization", b"Bearer s")],
+}  # fmt: skip

@@ -175,3 +175,22 @@ def test_a_thought_that_a_question_of_the_user_drops_is_no_continuation() -> Non
     found = conversations(THINKING.replace("(loop.last or m.reasoning_content)", "loop.last"))
 
     assert found.behind(message(), [{"role": "user", "content": "why"}], []) is None
+
+
+KEEPS = QWEN.replace("THOUGHT", "(m.reasoning_content or '') +")
+DROPS_BEFORE_QUESTION = QWEN.replace("THOUGHT", "((m.reasoning_content or '') if loop.last else '') +")
+
+
+@pytest.mark.parametrize(
+    ("template", "continues"),
+    [(KEEPS, True), (PLAIN, False), (DROPS_BEFORE_QUESTION, False)],
+    ids=["kept", "dropped", "dropped before a question"],
+)
+def test_an_answer_with_a_thought_continues_only_where_the_template_keeps_the_thought(
+    template: str, continues: bool
+) -> None:
+    found = conversations(template)
+    question = {"role": "user", "content": "why"}
+
+    assert (found.behind(message(reasoning_content="hm"), [question], []) is not None) is continues
+    assert found.behind(message(), [question], []) is not None

@@ -115,6 +115,7 @@ RESOLVED: dict[str, Any] = {
     "warmup_steps": 0,
     "step_kl": 0.0,
     "rollback": True,
+    "on_alarm": "inform",
     "ratio_max": None,
     "divergence": None,
     "log_ratio_penalty": 0.0,

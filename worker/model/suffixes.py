@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 # How the given answer has a thought: some templates write an empty one only at the end of a conversation, and read
 # others from the content.
+_THOUGHT: Message = {"content": "a", "reasoning_content": "b"}
 _THOUGHTS: tuple[Message, ...] = (
     {"content": "a"},
-    {"content": "a", "reasoning_content": "b"},
+    _THOUGHT,
     {"content": "<think>\nb\n</think>\n\na"},
 )
 _QUESTION: Message = {"role": "user", "content": "a"}
@@ -207,10 +208,23 @@ class TemplateConversations:
     def behind(
         self, message: Message, further: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[int, ...] | None:
-        """As TemplateSuffixes.behind, with any answer with which the template is exact; None: there is none."""
-        for answer in _THOUGHTS:
+        """As TemplateSuffixes.behind, with any answer with which the template is exact; None: there is none.
+
+        An answer with a thought continues only where the template shows the thought.
+        """
+        has_thought = bool(message.get("reasoning_content"))
+        if has_thought and not self._shows_thoughts():
+            return None
+        for answer in (_THOUGHT,) if has_thought else _THOUGHTS:
             try:
                 return TemplateSuffixes(self.tokenizer, self.stop_ids, answer).behind(message, further, tools)
             except (NoSuffix, ChatTemplateFailed):
                 continue
         return None
+
+    def _shows_thoughts(self) -> bool:
+        shown = [
+            render(self.tokenizer, [_QUESTION, {"role": "assistant", **answer}], generation_prompt=False)
+            for answer in (_THOUGHT, {**_THOUGHT, "reasoning_content": "c"})
+        ]
+        return shown[0] != shown[1]

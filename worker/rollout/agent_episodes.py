@@ -113,11 +113,13 @@ class AgentEpisode:
     def __init__(self, game: Game, id: str, prompt: Prompt, member: int, trace: str) -> None:
         """`id`: of the lease."""
         self.game, self.id, self.prompt, self.member, self.trace = game, id, prompt, member, trace
-        self.limit: StopReason | None = None  # that a request would have exceeded
+        self.limit: StopReason | None = None  # that the newest request would have exceeded
+        self._exceeding = ""  # how
         self._tree = TokenTree(prompt.ids)
         self._known: list[Known] = []
         self._begun = 0
-        self._asks: Counter[tuple[int, ...]] = Counter()
+        self._asks: Counter[bytes] = Counter()  # by the hash of the tokens, which may be many
+        self._messages: dict[bytes, Message] = {}  # each once: a conversation repeats those before it
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._by_key: dict[str, tuple[str, asyncio.Task[dict[str, Any]]]] = {}
         self._newest: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by digest
@@ -154,6 +156,7 @@ class AgentEpisode:
 
     def _forget_failed(self, request: ChatRequest, digest: str, task: asyncio.Task[dict[str, Any]]) -> None:
         """Have a repetition of a request without an answer try again."""
+        self._tasks.discard(task)
         if not task.cancelled() and task.exception() is None:
             return
         if self._newest.get(digest) is task:
@@ -169,7 +172,8 @@ class AgentEpisode:
         parent, context = await self._placed(request)
         ids = self._tree.path(parent) + context
         number = self._begin(ids)
-        ask, self._asks[ids] = self._asks[ids], self._asks[ids] + 1
+        asked = sha256(repr(ids).encode()).digest()
+        ask, self._asks[asked] = self._asks[asked], self._asks[asked] + 1
         try:
             sampled = await self.game.calls.next(replace(self.prompt, ids=ids, ask=ask), self.member)
         except Exception as cause:
@@ -177,8 +181,15 @@ class AgentEpisode:
         answer = self._parsed(request, sampled, number)
         place = self._tree.add(parent, context, answer)
         message = message_of(answer)
-        self._known.append(Known(spelled(request.tools), (*request.messages, message), place, answer))
+        self._known.append(
+            Known(spelled(request.tools), self._shared((*request.messages, message)), place, answer)
+        )
         return _completion(answer, message, len(ids), f"{self.trace}/{number}")
+
+    def _shared(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """These messages, without a second copy of an equal one."""
+        digests = [sha256(json.dumps(one).encode()).digest() for one in messages]
+        return [self._messages.setdefault(digest, one) for digest, one in zip(digests, messages, strict=True)]
 
     def _begin(self, ids: tuple[int, ...]) -> int:
         """Count an answer to these tokens, and return its number. Raises Refused: it exceeds a limit."""
@@ -191,11 +202,12 @@ class AgentEpisode:
                 f"has room for {limits.context} tokens, and this conversation has {len(ids)} before an answer of up "
                 f"to {longest}",
             )
+        self.limit, self._exceeding = None, ""
         self._begun += 1
         return self._begun - 1
 
     def _exceeded(self, limit: StopReason, what: str) -> Refused:
-        self.limit = limit
+        self.limit, self._exceeding = limit, f"the episode {what}"
         message = f"The episode {what}. Complete it: what was sampled is graded."
         return Refused(400, message, "context_length_exceeded" if limit == "context" else "episode_limit")
 
@@ -218,11 +230,13 @@ class AgentEpisode:
         return self._tree.deepest(whole)
 
     def _continued(self, request: ChatRequest) -> tuple[Known, Sequence[Message]] | None:
-        """The longest conversation that the request continues behind a whole answer, and the messages behind it."""
+        """The longest conversation with a whole answer that the request continues, and the messages behind it."""
         tools = spelled(request.tools)
         for known in sorted(self._known, key=lambda one: len(one.messages), reverse=True):
-            if known.tools == tools and (further := continued(known.messages, request.messages)):
-                return None if known.answer.is_truncated else (known, further)
+            if known.tools != tools or known.answer.is_truncated:
+                continue
+            if further := continued(known.messages, request.messages):
+                return known, further
         return None
 
     def _parsed(self, request: ChatRequest, sampled: Rollout, number: int) -> Rollout:
@@ -238,10 +252,14 @@ class AgentEpisode:
         for task in self._tasks:
             task.cancel()
 
+    @property
+    def has_answer(self) -> bool:
+        return bool(self._known)
+
     def played(self, reward: float | None) -> Rollout:
         """The episode as it was completed."""
         if not self._known:
-            return self.discarded("the agent completed it without an answer of the model")
+            return self.discarded(self._exceeding or "the agent completed it without an answer of the model")
         last = self._known[-1]
         stop = self.limit or ("tokens" if last.answer.is_truncated else "final")
         return self._rollout(stop, reward=reward)
@@ -326,7 +344,7 @@ class OfferedEpisode:
 
 @dataclass(eq=False)
 class Lease:
-    """An offer that an agent has."""
+    """An episode that an agent plays, until it completes it or the time of the lease has passed."""
 
     id: str
     offer: OfferedEpisode
@@ -357,7 +375,7 @@ class Board:
         return not self._leases
 
     async def play(self, prompt: Prompt, member: int, trace: str) -> Rollout:
-        """OfferedEpisode an episode, and return it once it has ended."""
+        """Offer an episode, and return it once it has ended."""
         offer = OfferedEpisode(prompt, member, trace, asyncio.get_running_loop().create_future())
         self._offer(offer)
         try:
@@ -381,6 +399,14 @@ class Board:
             except TimeoutError:
                 return []
         return [self._leased(self._open.popleft()) for _ in range(min(most, len(self._open)))]
+
+    def put_back(self, lease_ids: Sequence[str]) -> None:
+        """Offer the episodes of these leases again: no agent has them, so they do not count."""
+        for lease in [self._leases[id] for id in reversed(lease_ids) if id in self._leases]:
+            self._end(lease, None)
+            lease.offer.leases -= 1
+            self._open.appendleft(lease.offer)
+            self._changed.set()
 
     def _leased(self, offer: OfferedEpisode) -> dict[str, Any]:
         if not self._open:
@@ -419,11 +445,14 @@ class Board:
             await self._game.on_ignored(ignored)
 
     def complete(self, lease_id: str, completed: Completed) -> None:
-        """End a lease. Raises Refused: it has ended, in another way."""
+        """End a lease. Raises Refused: it has ended, in another way, or has a reward and nothing to give it to."""
         if (lease := self._leases.get(lease_id)) is None:
             if self._over.get(lease_id) == completed:
                 return
             raise EpisodeOver(lease_id)
+        if completed.reward is not None and not lease.episode.has_answer and lease.episode.limit is None:
+            message = "The episode has no answer yet, so nothing gets the reward; use the status 'failed'."
+            raise Refused(400, message, "invalid_value", "reward")
         self._end(lease, completed)
         if completed.status == "failed" and lease.episode.limit is None:
             self._offer_again(lease, "the agent reported that it failed")
@@ -442,7 +471,7 @@ class Board:
         lease.episode.end()
 
     def _offer_again(self, lease: Lease, problem: str) -> None:
-        """OfferedEpisode the episode once more, or discard it."""
+        """Offer the episode once more, or discard it."""
         if lease.offer.leases < LEASES:
             self._offer(lease.offer)
         elif not lease.offer.rollout.done():

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from core.addresses import HostPort, family_of
+from core.asgi import until_gone
 from core.chat import envelope
 from core.connections import connection_options
 from core.settings import Settings
@@ -74,7 +75,10 @@ def app_of(board: Board, secret: str) -> Starlette:
 
     async def lease(request: Request) -> Response:
         body = await request.json()
-        return _json({"data": await board.lease(body["max"], body["wait_s"])})
+        leased = await until_gone(request.receive, board.lease(body["max"], body["wait_s"])) or []
+        if await request.is_disconnected():
+            board.put_back([one["id"] for one in leased])
+        return _json({"data": leased})
 
     async def chat(request: Request) -> Response:
         return _json(await board.ask(request.path_params["id"], ChatRequest(**await request.json())))
