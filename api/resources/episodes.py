@@ -203,7 +203,8 @@ def _count(text: Any) -> int:
     return int(text) if str(text).isdecimal() else 0
 
 
-IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=MAX_KEY)]
+# Not of those that the API remembers: the run replays its answer until the episode ends.
+IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=MAX_KEY, include_in_schema=False)]
 RetryCount = Annotated[
     int, BeforeValidator(_count), Header(alias="X-Stainless-Retry-Count", include_in_schema=False)
 ]
