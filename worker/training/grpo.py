@@ -172,7 +172,8 @@ def surrogate(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> 
 
     `low` and `high` bound the ratio itself: 1 - epsilon and 1 + epsilon. Any one shape.
     """
-    # Where the clip hides a ratio, before the exponential: infinity times the gradient 0 is not a number.
+    # The bound is applied before the exponential: where the clip hides a ratio, infinity times the gradient 0 is not a
+    # number.
     hidden = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     ratio = torch.where(advantage < 0, log_ratio, hidden).exp()
     return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
