@@ -125,9 +125,10 @@ def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
         shown["grader"] = hide_secrets(spec["grader"])
     if inner:
         visible = hide_in_method(inner)
-        grader = inner.get("grader")
-        if isinstance(grader, dict) and (stored := ResolvedReference.of(grader)) is not None:
-            visible["grader"] = {"type": TYPE, **stored.reference()}
+        for name in ("grader", "shadow_grader"):
+            grader = inner.get(name)
+            if isinstance(grader, dict) and (stored := ResolvedReference.of(grader)) is not None:
+                visible[name] = {"type": TYPE, **stored.reference()}
         shown["method"] = {**method, "reinforcement": visible}
     return shown
 

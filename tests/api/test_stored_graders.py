@@ -570,7 +570,7 @@ def test_a_pipeline_pins_the_version_of_its_stored_graders(
     api: TestClient, job_request: Callable[..., dict[str, Any]]
 ) -> None:
     saved = save(api)
-    request = job_request(reinforcement={"grader": reference()})
+    request = job_request(reinforcement={"grader": reference(), "shadow_grader": reference()})
     sample = {"model": "tiny", "file": request["training_file"], "grader": reference()}
 
     made = api.post(
@@ -579,7 +579,8 @@ def test_a_pipeline_pins_the_version_of_its_stored_graders(
     )
 
     job, sampled = (stage["spec"] for stage in made.json()["stages"])
-    assert job["method"]["reinforcement"]["grader"] == reference(version=saved["version"])
+    graders = [job["method"]["reinforcement"][name] for name in ("grader", "shadow_grader")]
+    assert graders == [reference(version=saved["version"])] * 2
     assert sampled["grader"] == GRADER
 
 

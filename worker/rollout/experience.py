@@ -359,7 +359,7 @@ class RolloutExperience:
         if self.settings.has_token_rewards:
             return []
         return [
-            policy_loss.training_rewards(group, self.settings) for group in train_P if not group.has_teacher
+            policy_loss.compared_rewards(group, self.settings) for group in train_P if not group.has_teacher
         ]
 
     def check(
