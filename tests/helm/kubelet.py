@@ -77,7 +77,8 @@ class Kubelet:
         if "value" in variable:
             return self.here(pod, variable["value"])
         if "fieldRef" in variable["valueFrom"]:
-            return self.fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+            fields = {"status.podIP": "127.0.0.1", **self.fields}
+            return fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
         reference = variable["valueFrom"]["secretKeyRef"]
         return self.addressed(self.secrets[reference["name"]][reference["key"]])
 
