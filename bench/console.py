@@ -5,7 +5,7 @@
 - Filters, a search, a sort and the prompts of 100,000 rollouts (100 steps of 1,000; `short_` is another job with 400
   steps of 256). Milliseconds are medians of whole requests over HTTP.
 - The page of a job with 5,000 steps in Chromium, by its Performance API: `job_page_draw_ms` is the time from the last
-  byte of the steps (`responseEnd`) to the frame with all charts. `job_page_cpu_ms` is the time that the page's thread
+  byte of the steps (`responseEnd`) to the frame with all charts that are not folded away. `job_page_cpu_ms` is the time that the page's thread
   computed since the click, by Chromium's count, which other work on the machine does not change, and
   `job_page_total_ms` the time since the click, with all requests.
 - The first load: `first_load_kb`, the gzipped size of all files that the page loads up to the login.
@@ -47,12 +47,12 @@ REQUESTS = {
 }
 
 LONG = sized(5000, 50)
-# Resolves once every chart shows this number of points and the frame with them is done.
+# Resolves once every chart that is not folded away shows this number of points and the frame with them is done.
 DRAWN = """count => new Promise(resolve => {
     const look = () => {
-        const charts = [...document.querySelectorAll("figure")];
+        const charts = [...document.querySelectorAll("figure")].filter(one => one.offsetParent !== null);
         const isDrawn = one => one.dataset.points === String(count) && one.querySelector("canvas");
-        if (charts.length < 4 || !charts.every(isDrawn)) return requestAnimationFrame(look);
+        if (!charts.length || !charts.every(isDrawn)) return requestAnimationFrame(look);
         const requests = performance.getEntriesByType("resource").filter(one => one.name.includes("/metrics?"));
         requestAnimationFrame(() => setTimeout(() => resolve({
             drawn: performance.now(),

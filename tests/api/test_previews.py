@@ -538,7 +538,14 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
         seed=0,
     )
     shape = SimpleNamespace(parameters=1000)
-    base = SimpleNamespace(entry=entry, source=entry.path, shape=shape, sampler="transformers", rows=False)
+    base = SimpleNamespace(
+        entry=entry,
+        source=entry.path,
+        shape=shape,
+        sampler="transformers",
+        rows=False,
+        quantizes_activations=False,
+    )
     rows = SimpleNamespace(train=(some := [Example(1, cast(Any, ROWS[0]["messages"]), {})]), valid=some)
     task = prepare_task(cast(Any, SimpleNamespace(job=job)), cast(Any, rows), cast(Any, base))
     assert task.settings.max_completion_tokens == room
