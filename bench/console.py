@@ -5,9 +5,9 @@
 - Filters, a search, a sort and the prompts of 100,000 rollouts (100 steps of 1,000; `short_` is another job with 400
   steps of 256). Milliseconds are medians of whole requests over HTTP.
 - The page of a job with 5,000 steps in Chromium, by its Performance API: `job_page_draw_ms` is the time from the last
-  byte of the steps (`responseEnd`) to the frame with all charts that are not folded away. `job_page_cpu_ms` is the time that the page's thread
-  computed since the click, by Chromium's count, which other work on the machine does not change, and
-  `job_page_total_ms` the time since the click, with all requests.
+  byte of the steps (`responseEnd`) to the frame with all charts that are not folded away. `job_page_cpu_ms` is the time
+  that the page's thread computed since the click, by Chromium's count, which other work on the machine does not change,
+  and `job_page_total_ms` the time since the click, with all requests.
 - The first load: `first_load_kb`, the gzipped size of all files that the page loads up to the login.
 
 A real server with SQLite and blobs in a folder.
