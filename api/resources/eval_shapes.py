@@ -109,7 +109,7 @@ def _criterion(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the schema of a whole row. An imported one has it already."""
     if _is_imported(stored):
-        shown = {"schema": {"type": "object"}} | hide_secrets(stored)
+        shown = {"schema": {"type": "object"}} | hide_in_foreign(stored)
         if "schema" in stored:
             shown["schema"] = stored["schema"]  # its properties may have any name
         return {name: value for name, value in shown.items() if name != "item_schema"}
@@ -151,10 +151,11 @@ class RunOut(BaseModel):
     @classmethod
     def of_run(cls, run: EvalRun, content: list[Any] | None, *, report_url: str) -> "RunOut":
         kept = run.summary or summary.empty([])
-        shown = hide_secrets(kept.get("imported", {}))
+        hide = hide_in_foreign if "imported" in kept else hide_secrets
+        shown = hide(kept.get("imported", {}))
         counts = shown.get("result_counts") or summary.result_counts(kept)
         finished = summary.finished(kept)
-        source = hide_secrets(run.data_source)
+        source = hide(run.data_source)
         rows = source.get("source") or {}
         if content is not None or rows.get("type") == "file_content":  # whose rows are deleted after a while
             source["source"] = rows | {"content": content or []}
@@ -173,7 +174,7 @@ class RunOut(BaseModel):
             or summary.criteria_results(kept),
             data_source=source,
             metadata=hide_in_foreign(run.metadata_) if "imported" in kept else run.metadata_,
-            error=hide_in_error(run.error),
+            error=hide_in_foreign(run.error) if "imported" in kept else hide_in_error(run.error),
             **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
             progress={"finished": finished, "total": run.total},
             started_at=run.started_at,

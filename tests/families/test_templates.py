@@ -255,6 +255,7 @@ def test_what_is_learned_of_a_row_has_the_answer_and_its_end_or_the_row_is_refus
         assert name in {
             "fails always",
             "the last message left out",
+            "earlier turns left out",
             "content that is a list",
             "a system message required",
         }
