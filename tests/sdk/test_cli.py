@@ -527,6 +527,9 @@ VERDICT = {
     "ground": None,
     "start": None,
     "held_out": True,
+    "shadow_difference": None,
+    "shadow_ci_low": None,
+    "shadow_ci_high": None,
 }
 WORSE = (
     "worse than the base model: 0.59 -> 0.00 "
