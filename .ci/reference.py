@@ -650,7 +650,10 @@ SENTENCES = {
         ("step", "rule", "threshold"),
     ),
     "Early stops": ("worker/recording/stopping.py", "info", ("step",)),
+    "Pauses at an alarm": ("worker/recording/exploits.py", "warn", ()),
 }
+# Data that an event has from elsewhere, and the file whose variables `data` it is.
+SPREAD = {"rollback.data": "worker/recording/rollback.py"}
 
 
 def events_page() -> Page:
@@ -727,12 +730,13 @@ def texts_of(scope: list[ast.AST], message: ast.expr) -> Iterator[str]:
 
 
 def sentences_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(sentence, keys of the data) of each `return sentence, {...}` and each `Stop(sentence, {...})`."""
+    """(sentence, keys of the data) of each `return sentence, {...}`, `Stop(sentence, {...})` and
+    `Pause(sentence, {...})`."""
     for node in ast.walk(tree):
         parts: list[ast.expr] = []
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
             parts = node.value.elts
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Stop":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Stop", "Pause"):
             parts = node.args
         if len(parts) == 2 and isinstance(parts[1], ast.Dict) and (text := said(parts[0])):
             yield text, keys_of(parts[1])
@@ -741,7 +745,20 @@ def sentences_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
 def keys_of(data: ast.expr | None) -> tuple[str, ...]:
     if not isinstance(data, ast.Dict):
         return ()
-    return tuple(str(k.value) for k in data.keys if isinstance(k, ast.Constant))
+    keys: list[str] = []
+    for key, value in zip(data.keys, data.values, strict=True):
+        if isinstance(key, ast.Constant):
+            keys.append(str(key.value))
+        elif key is None and (file := SPREAD.get(ast.unparse(value))):
+            keys += spread_keys(ast.parse((ROOT / file).read_text()))
+    return tuple(keys)
+
+
+def spread_keys(module: ast.Module) -> Iterator[str]:
+    """The keys of the literals that are assigned to `data`."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "data":
+            yield from keys_of(node.value)
 
 
 # Error codes

@@ -232,7 +232,7 @@ def experience_of(case: Case, base: Base, seed: int, steps: int, thresholds: Thr
         [Prompt(one.line, tuple(policy.render(one.item["messages"])), one.item) for one in rows]
         for rows in (prompts_of(case.rows, seed), prompts_of(32, seed + 1000))
     )
-    parts = [GraderPart(name, name, "python") for name in case.parts] or [
+    parts = [GraderPart(name, name, "python", weight=1 / len(case.parts)) for name in case.parts] or [
         GraderPart(None, "scored", "python")
     ]
     made = RolloutExperience(
@@ -247,7 +247,7 @@ def experience_of(case: Case, base: Base, seed: int, steps: int, thresholds: Thr
         thresholds=thresholds,
         shadow=None if case.shadow is None else Shadow(case.shadow()),
     )
-    made.anchors = JudgeAnchors(grader, -(-steps // settings.eval_interval)) if case.judged else None
+    made.anchors = JudgeAnchors(grader, settings.validations) if case.judged else None
     return made
 
 

@@ -292,7 +292,8 @@ class StepMetrics(_Part):
     )
     clip_fraction: float | None = metric("Share of the trained tokens whose ratio was clipped.", csv=True)
     masked_fraction: float | None = metric(
-        "Share of the trained tokens that `importance` left out of the loss, as of another policy."
+        "Share of the trained tokens that `importance` left out of the loss: the sampler's probabilities differ too "
+        "much from the trainer's."
     )
     value_loss: float | None = metric("Loss ppo: mean loss of the value head per trained token.", csv=True)
     explained_variance: float | None = metric(

@@ -131,8 +131,7 @@ def _model_grader(spec: ScoreModelSpec | LabelModelSpec, judges: Judges | None, 
     judge = _judge(spec.model, judges, param)
     prompt, sampling = _prompt(spec.input), _sampling(spec.sampling_params)
     if isinstance(spec, ScoreModelSpec):
-        low, high = spec.range or (0.0, 1.0)
-        return ScoreModel(spec.name, judge, spec.model, prompt, sampling, low, high)
+        return ScoreModel(spec.name, judge, spec.model, prompt, sampling, *spec.bounds)
     passing = frozenset(spec.passing_labels)
     return LabelModel(spec.name, judge, spec.model, prompt, sampling, spec.labels, passing)
 

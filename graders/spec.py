@@ -308,6 +308,12 @@ class ScoreModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
             raise ValueError("the lower bound must be below the upper")
         return value
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest score."""
+        low, high = self.range or (0.0, 1.0)
+        return low, high
+
 
 class LabelModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     """Prompt a judge model for a label. The score is 1 if it is a passing label, else 0."""

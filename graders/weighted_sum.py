@@ -21,7 +21,7 @@ def weighted_parts(spec: GraderSpec) -> tuple[dict[str, float], float | None]:
     """
     if not isinstance(spec, MultiSpec):
         raise ValueError(f"a grader of the type 'multi' is needed, and '{spec.type}' gives one score")
-    weights = weights_of(Formula.parse(spec.calculate_output, spec.graders))
+    weights = weights_of_parts(spec)
     if not weights:
         raise ValueError(
             "calculate_output must be a weighted sum of the parts, such as '0.7 * answer + 0.3 * format', and it is "

@@ -95,8 +95,7 @@ class PastJobs:
         jobs.
         """
         answers = train_rows * settings.n_epochs * settings.group_size
-        validations = 1 + math.ceil(settings.total_steps / settings.eval_interval)
-        answers += validations * valid_rows * settings.eval_samples
+        answers += (1 + settings.validations) * valid_rows * settings.eval_samples
         room = settings.max_completion_tokens
         return {
             "low": answers * min(room, self._length(0.1)) / self._speed(0.9),

@@ -16,6 +16,8 @@ Auto = Literal["auto"]
 Loss = Literal[
     "grpo", "dr_grpo", "bnpo", "dapo", "dppo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"
 ]
+# Losses whose ratio is to the sampler, so that no importance corrects them.
+RATIO_TO_SAMPLER: frozenset[Loss] = frozenset({"dppo"})
 # Losses with a reward for each token (see TokenRewardLoss).
 TokenRewards = Literal["reinforce_plus_plus", "ppo"]
 PromptOrder = Literal["shuffled", "file", "easiest_first"]

@@ -14,6 +14,7 @@ from pydantic import (
 
 from core import chat_templates
 from core.jobs.hyperparameter_groups import (
+    RATIO_TO_SAMPLER,
     WITHOUT_STD,
     Auto,
     Correction,
@@ -93,8 +94,8 @@ def _without_nulls(sent: Any) -> Any:
 def _with_importance_of_the_loss(sent: Any) -> Any:
     """Fill in the importance of a loss whose ratio is to the sampler: its default is `none`."""
     loss = sent.get("loss") if isinstance(sent, Mapping) else None
-    is_dppo = isinstance(loss, Dppo) or (isinstance(loss, Mapping) and loss.get("type") == "dppo")
-    return {"importance": NoImportance(), **sent} if is_dppo else sent
+    kind = loss.get("type") if isinstance(loss, Mapping) else getattr(loss, "type", None)
+    return {"importance": NoImportance(), **sent} if kind in RATIO_TO_SAMPLER else sent
 
 
 class Advanced(Value):
@@ -129,7 +130,7 @@ class Advanced(Value):
 
     @model_validator(mode="after")
     def _groups_that_fit(self) -> "Advanced":
-        is_uncorrected = self.importance.type == "none" and self.loss.type != "dppo"
+        is_uncorrected = self.importance.type == "none" and self.loss.type not in RATIO_TO_SAMPLER
         if self.schedule.type == "off_policy" and is_uncorrected:
             raise ValueError("schedule.steps needs importance 'truncate' or 'mask'")
         if (
@@ -170,10 +171,10 @@ class Advanced(Value):
     @model_validator(mode="after")
     def _corrections_that_fit(self) -> "Advanced":
         importance, optimizer = self.importance, self.optimizer
-        if self.loss.type == "dppo" and importance.type != "none":
+        if self.loss.type in RATIO_TO_SAMPLER and importance.type != "none":
             raise ValueError(
-                f"importance '{importance.type}' cannot be combined with loss 'dppo', whose ratio is to the sampler: "
-                "leave importance out"
+                f"importance '{importance.type}' cannot be combined with loss '{self.loss.type}', whose ratio is to "
+                "the sampler: leave importance out"
             )
         is_off_policy = self.schedule.type == "off_policy"
         moves = is_off_policy or optimizer.updates_per_batch > 1 or optimizer.mini_batches > 1
@@ -182,21 +183,14 @@ class Advanced(Value):
                 "importance.off_policy_threshold needs schedule 'off_policy', or optimizer.updates_per_batch or "
                 "mini_batches above 1: otherwise each answer is from the policy that it updates"
             )
-        if (
-            is_off_policy
-            and isinstance(importance, Correction)
-            and (importance.level, importance.cap) == ("answer", "auto")
-        ):
+        if not is_off_policy or not isinstance(importance, Correction):
+            return self
+        if (importance.level, importance.cap) == ("answer", "auto"):
             raise ValueError(
                 "importance.level 'answer' needs importance.cap with schedule 'off_policy': the automatic bound is for "
                 "answers of the current policy"
             )
-        if (
-            is_off_policy
-            and isinstance(importance, Correction)
-            and importance.reject == "geometric"
-            and "auto" in (importance.reject_low, importance.reject_high)
-        ):
+        if importance.reject == "geometric" and "auto" in (importance.reject_low, importance.reject_high):
             raise ValueError(
                 "importance.reject 'geometric' needs reject_low and reject_high with schedule 'off_policy': the "
                 "automatic bounds are for answers of the current policy"
@@ -392,6 +386,11 @@ class Resolved(Value):
     # that failed. None: not used, or such an answer is not graded.
     part_weights: dict[str, float] | None = None
     part_invalid_grade: float | None = None
+
+    @property
+    def validations(self) -> int:
+        """The validations after that of step 0."""
+        return math.ceil(self.total_steps / self.eval_interval)
 
     @property
     def longest_answer(self) -> int:

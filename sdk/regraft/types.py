@@ -1217,7 +1217,9 @@ class StepMetrics(BaseModel):
     clip_fraction: float | None = None
     """Share of the trained tokens whose ratio was clipped."""
     masked_fraction: float | None = None
-    """Share of the trained tokens that `importance` left out of the loss, as of another policy."""
+    """Share of the trained tokens that `importance` left out of the loss: the sampler's probabilities
+    differ too much from the trainer's.
+    """
     value_loss: float | None = None
     """Loss ppo: mean loss of the value head per trained token."""
     explained_variance: float | None = None

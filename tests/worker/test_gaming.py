@@ -86,7 +86,7 @@ def test_parts_of_a_healthy_run_are_not(style: list[float], right: list[float]) 
     assert raised(scores=parts(style=style, right=right)) == {}
 
 
-def test_longer_answers_that_score_higher_for_it_are_an_alarm() -> None:
+def test_longer_answers_that_score_higher_for_it_are_a_warning() -> None:
     found = raised(
         completion_tokens_mean=noisy(20, 55),
         length_reward_correlation=noisy(0.7, 0.8),
@@ -114,7 +114,7 @@ def test_length_alone_or_its_correlation_alone_is_not(length: float, correlation
 @pytest.mark.parametrize(
     ("metric", "rule"), [("copied_prompt_share", "copied_prompt"), ("repeated_tokens_share", "repetition")]
 )
-def test_a_share_that_rises_is_an_alarm_and_one_that_was_high_is_not(metric: str, rule: str) -> None:
+def test_a_share_that_rises_is_a_warning_and_one_that_was_high_is_not(metric: str, rule: str) -> None:
     assert list(raised(**{metric: noisy(0.05, 0.9)})) == [rule]
     assert raised(**{metric: noisy(0.8, 0.85)}) == {}
     assert raised(**{metric: noisy(0.1, 0.1, noise=0.1)}) == {}

@@ -52,7 +52,6 @@ def test_pause_pauses_once_with_the_answers_that_the_shadow_grader_disagrees_wit
 
     assert bench.job().status == "pausing"
     [paused] = told(bench, "Pausing fine-tuning job at an alarm (stopping.on_alarm). Shadow divergence")
-    assert paused.data["alarm"] == "shadow_divergence"
     assert paused.data["rule"] == "shadow_divergence"  # which outlives the events of steps that are repeated
     [first, *_] = paused.data["answers"]
     assert (first["score"], first["shadow_score"]) == (1.0, 0.25)

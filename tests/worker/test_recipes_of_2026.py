@@ -467,6 +467,15 @@ def test_a_group_has_signal_where_a_part_varies_although_the_scores_are_equal() 
     assert advantages([same], each()) == [[]]
 
 
+def test_parts_that_cancel_each_other_up_to_rounding_have_no_signal() -> None:
+    scores = [{"accuracy": accuracy, "format": -3 * accuracy} for accuracy in (0.1, 0.3, 0.4, 0.9)]
+    group = grouped(scores, lengths=[2] * 4)
+
+    assert any(policy_loss.compared_rewards(group, each()))
+    assert policy_loss.signal(group, each()) == "equal"
+    assert advantages([group], each()) == [[]]
+
+
 def test_an_answer_without_a_grade_is_left_out_of_every_part() -> None:
     with_one, without = (advantages([grouped(scores)], each())[0] for scores in ([*BOTH[:3], None], BOTH[:3]))
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from core.thresholds import Thresholds
 from graders.types import ErrorKind, Grade, Grader, Item, Sample
 from tests.fakes import ExactGrader, Skill
 from tests.present import present
-from tests.worker.conftest import GRADER, Bench
+from tests.worker.conftest import GRADER, Bench, claimed_job
 from worker.attempt import Attempt
 from worker.child import opened_shadow
 from worker.recording import monitors, shadow
@@ -92,11 +93,19 @@ def test_a_gain_that_it_shares_is_none(bench: Bench) -> None:
     assert present(bench.job().verdict)["shadow_ci_low"] > 0
 
 
-def test_training_and_its_curve_are_the_same_without_it(bench: Bench) -> None:
-    steps = trained(bench, None)
+def curve(steps: Sequence[dict[str, Any]]) -> list[tuple[float | None, float | None]]:
+    return [(step.get("train_mean_reward"), step.get("full_valid_mean_reward")) for step in steps]
 
-    assert not any(name.startswith("full_valid_shadow") for step in steps for name in step)
+
+def test_training_and_its_curve_are_the_same_without_it(bench: Bench, tmp_path: Path) -> None:
+    without = trained(bench, None)
+    assert not any(name.startswith("full_valid_shadow") for step in without for name in step)
     assert present(bench.job().verdict)["shadow_difference"] is None
+
+    watched = trained(claimed_job(bench.database, tmp_path / "watched"), Opposite())
+
+    assert curve(watched) == curve(without)
+    assert curve(without)[-1] != curve(without)[1]
 
 
 def test_a_shadow_grader_that_fails_warns_and_the_job_succeeds(bench: Bench) -> None:

@@ -192,6 +192,8 @@ def test_rows_with_the_messages_of_a_training_row_and_other_tools_are_held_out(
     [
         ("What is 2.5 - 1?", "what  is 2.5 - 1", True),
         ('Say "no", please.', "Say no please", True),
+        ("Who was Édith Piaf?", "who was édith piaf", True),
+        ("Read\tthis:\r\nStop!", "Read this stop", True),
         ("What is 2.5 - 1?", "What is 25 - 1?", False),
         ("What is 4 * 2?", "What is 4 / 2?", False),
     ],

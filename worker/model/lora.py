@@ -40,9 +40,9 @@ class FrozenLinear:
         """
         self.layer, self.float32 = layer, float32
         device, dtype = _kind_of(layer)
-        self.plain = device.type == "cpu" and dtype == torch.float32
+        self.is_cpu_float32 = device.type == "cpu" and dtype == torch.float32
         self._weights: _ReorderedWeights | None = None
-        if self.plain and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if self.is_cpu_float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             packed = isinstance(layer, PackedLinear)
             self._weights = (
                 _DecodedWeights(layer)
@@ -280,7 +280,7 @@ def _install(layer: LoraLinear) -> None:
     def forward(x: Tensor) -> Tensor:
         if layer.disable_adapters:
             return frozen(x)
-        if not frozen.plain:
+        if not frozen.is_cpu_float32:
             own = (base, None) if isinstance(base, PackedLinear) else (None, base.weight)
             adapted: Tensor = _Adapted.apply(x, *own, base.bias, a.weight, b.weight, scale)  # type: ignore[no-untyped-call]
             return adapted

@@ -11,7 +11,7 @@ Imports no torch, so that memory can be estimated from a config.json alone.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from core.registry import Device
@@ -227,7 +227,7 @@ class Fp8Blocks:
     """e4m3 numbers with one scale for each block. Blocks at the edges may be cut off."""
 
     block: tuple[int, int]  # rows, columns
-    unconverted: tuple[str, ...] = field(default=())
+    unconverted: tuple[str, ...] = ()
     has_fixed_activations: bool = False  # their scales are in the files
     name: ClassVar[str] = "fp8"
     weight_only: ClassVar[bool] = False

@@ -174,7 +174,8 @@ def files_by_tensor(source: Path | str) -> dict[str, str]:
         if outage(cause) is not None:
             raise
         raise InvalidModel(
-            f"The model has no safetensors files, and only these can be sharded or trained whole: {first_line(cause)}"
+            "The model has no safetensors files, which packed weights, sharding, full training and GGUF exports are "
+            f"read from: {first_line(cause)}"
         ) from cause
     for file in files:
         with safe_open(file, "pt") as tensors:

@@ -1,6 +1,5 @@
 """The experience of a job that samples: its sampler, its trainer, and what scores its answers."""
 
-import math
 from functools import partial
 
 from graders.build import judge_parts, reward_model_parts
@@ -192,8 +191,8 @@ def anchors_of(task: PromptTask, spec: GraderSpec | None, grader: Grader | None)
     """None: no judge grades, or only with scores of reward models, which are not computed again."""
     if spec is None or grader is None or not any(judge_parts(spec)) or any(reward_model_parts(spec)):
         return None
-    looks = math.ceil(task.settings.total_steps / task.settings.eval_interval)
-    return JudgeAnchors(grader, looks, judged_range(spec), parse_json=bool(task.response_schema))
+    looks, parse_json = task.settings.validations, bool(task.response_schema)
+    return JudgeAnchors(grader, looks, judged_range(spec), parse_json=parse_json)
 
 
 def judged_range(spec: GraderSpec) -> float:
@@ -215,8 +214,8 @@ def judged_range(spec: GraderSpec) -> float:
 
 
 def _width(part: ScoreModelSpec | LabelModelSpec) -> float:
-    low, high = getattr(part, "range", None) or (0.0, 1.0)
-    return float(high - low)
+    low, high = part.bounds if isinstance(part, ScoreModelSpec) else (0.0, 1.0)
+    return high - low
 
 
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:

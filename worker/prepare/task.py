@@ -10,7 +10,7 @@ from core.database.tables import Job
 from core.jobs import hyperparameters
 from core.jobs import tools as job_tools
 from core.jobs.distillation import asked_of
-from core.jobs.hyperparameter_groups import LoraTargets
+from core.jobs.hyperparameter_groups import RATIO_TO_SAMPLER, LoraTargets
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
@@ -238,8 +238,8 @@ def refuse_what_is_not_sampled(
 
 def refuse_uncorrected(job: Job, base: BaseModel, resolved: Resolved) -> None:
     """Raises UserMistake: the sampler quantizes activations, and nothing corrects for that."""
-    # The ratio of dppo is to the sampler.
-    if base.quantizes_activations and resolved.importance == "none" and resolved.loss != "dppo":
+    is_uncorrected = resolved.importance == "none" and resolved.loss not in RATIO_TO_SAMPLER
+    if base.quantizes_activations and is_uncorrected:
         raise UserMistake(
             "invalid_value",
             f"vLLM may quantize activations with the {base.quantization} weights of this model, so answers are not "

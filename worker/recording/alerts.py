@@ -77,17 +77,17 @@ def report_skipped_update(steps: Steps, recorder: Recorder) -> None:
         recorder.warn(SKIPPED, {"step": steps[-1].step})
 
 
-MOST_MASKED = 0.5  # of the tokens of a step
+MAX_MASKED = 0.5  # of the tokens of a step
 
 
 def report_masked(steps: Steps, recorder: Recorder) -> None:
     """Warn if the newest of these steps is the first of the job that trains on less than half of its tokens."""
     now, *earlier = ((step.masked_fraction or 0.0) for step in reversed(steps))
-    if now > MOST_MASKED >= max(earlier, default=0.0):
+    if now > MAX_MASKED >= max(earlier, default=0.0):
         recorder.warn(
-            f"{now:.0%} of the step's tokens were left out of the loss, as of another policy than the current one. "
-            "Widen the bounds of importance (cap, floor, reject_low, reject_high, off_policy_threshold), or learn from "
-            "answers of fewer steps ago.",
+            f"{now:.0%} of the step's tokens were left out of the loss by importance: the sampler's probabilities "
+            "differ too much from the trainer's. Widen the bounds of importance (cap, floor, reject_low, reject_high, "
+            "off_policy_threshold), or learn from answers of fewer steps ago.",
             {"step": steps[-1].step, "masked_fraction": now},
         )
 

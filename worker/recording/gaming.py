@@ -16,9 +16,8 @@ from core.step_metrics import StepMetrics
 from worker.history import RECENT, Steps, best_validation, first, last
 
 Found = tuple[str, dict[str, Any]]
-GROWN = (
-    1.5  # answers are longer than in step 1 by this factor before their correlation with the reward counts
-)
+# Answers are longer than in step 1 by this factor before their correlation with the reward counts.
+GROWN = 1.5
 FLAT = 0.02  # a part of the grader with a smaller change is flat
 
 
@@ -74,10 +73,18 @@ def _is_confirmed(steps: Steps) -> bool:
     return bool(lows) and lows[0] > 0
 
 
+def _risen(steps: Steps, name: str, bound: float) -> Change | None:
+    """The change of a metric that has risen by more than `bound` and chance, without a confirmed improvement."""
+    found = _of_metric(steps, name)
+    if found is None or found.low <= 0 or found.size <= bound or _is_confirmed(steps):
+        return None
+    return found
+
+
 def copied_prompt(steps: Steps, bound: float) -> Found | None:
     """More answers than at the start are copies of their prompt. Reads `copied_prompt_share`."""
-    found = _of_metric(steps, "copied_prompt_share")
-    if found is None or found.low <= 0 or found.size <= bound or _is_confirmed(steps):
+    found = _risen(steps, "copied_prompt_share", bound)
+    if found is None:
         return None
     return (
         f"Copied prompts: {found.now:.0%} of the answers are mostly runs of words of their prompt (mean of {RECENT} "
@@ -89,8 +96,8 @@ def copied_prompt(steps: Steps, bound: float) -> Found | None:
 
 def repetition(steps: Steps, bound: float) -> Found | None:
     """Answers repeat themselves. Reads `repeated_tokens_share`."""
-    found = _of_metric(steps, "repeated_tokens_share")
-    if found is None or found.low <= 0 or found.size <= bound or _is_confirmed(steps):
+    found = _risen(steps, "repeated_tokens_share", bound)
+    if found is None:
         return None
     return (
         f"Repetition: {found.now:.0%} of the runs of tokens in an answer occurred before in it (mean of {RECENT} "

@@ -71,8 +71,10 @@ def of_step(
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if valid_P is not None:
-        data |= _of_validation(valid_P, graders, pass_score, base_scores) | dict(judge_drift or {})
-        scores, looks = row_scores(valid_P), math.ceil(settings.total_steps / settings.eval_interval)
+        scores, looks = row_scores(valid_P), settings.validations
+        data["full_valid_stderr"] = standard_error(scores)
+        data |= _pass_shares(valid_P, graders, pass_score) | dict(judge_drift or {})
+        data |= _against_base(base_scores, scores)
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
         data |= below_best(best_scores, scores, looks)
     if train_P and graders:
@@ -91,17 +93,14 @@ def of_step(
     return StepMetrics(**data)
 
 
-def _of_validation(
-    valid_P: Sequence[Group], graders: Sequence[GraderPart], pass_score: float, base_scores: RowScores | None
+def _pass_shares(
+    valid_P: Sequence[Group], graders: Sequence[GraderPart], pass_score: float
 ) -> dict[str, Any]:
-    """How often rows pass, and the difference to step 0."""
-    data: dict[str, Any] = {}
-    if graders:
-        numeric = any(part.compares_numbers for part in graders)
-        data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
-    if base_scores is not None:
-        data |= _against_base(base_scores, valid_P)
-    return data
+    """How often rows pass; empty without graders."""
+    if not graders:
+        return {}
+    numeric = any(part.compares_numbers for part in graders)
+    return passes.of_validation(valid_P, pass_score, numeric=numeric)
 
 
 def _of_graders(
@@ -279,7 +278,6 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         return {
             "full_valid_mean_reward": reward,
             "valid_reward_mean": reward,
-            "full_valid_stderr": standard_error(row_scores(groups_P)),
             "full_valid_mean_parse_error": parse_errors,
             "valid_completion_tokens_mean": statistics.fmean(lengths),
             "valid_truncated_share": truncated,
@@ -308,9 +306,9 @@ def _teacher_kl(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {name: statistics.fmean(own - teacher for own, teacher in pairs)} if pairs else {}
 
 
-def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str, float | None]:
+def _against_base(base_N: RowScores | None, scores_N: RowScores) -> dict[str, float | None]:
     """The mean paired difference to the base model's validation, with its 95 % interval; empty if nothing compares."""
-    compared = compare(base_scores, row_scores(valid_P))
+    compared = None if base_N is None else compare(base_N, scores_N)
     if compared is None:
         return {}
     return {

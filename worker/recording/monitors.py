@@ -30,6 +30,9 @@ TRUNCATED = 5
 CUT_OFF = 0.5
 # Also only at the end: the entropy of a model that has become noise, against step 1 and in nats a token above it.
 NOISE_FACTOR, NOISE_NATS = 3.0, 0.5
+# Of a bad result, and of a damaged model; the first one that holds is named.
+CAUSES = ("collapse", "kl_jump", "truncation", "length_inflation", "overfitting")
+DAMAGES = ("collapse", "kl_jump", "length_inflation")
 LOST = 0.1  # a training reward lower than at the start by this share of its unit is lost, not noise
 NORMAL_95 = 1.96
 
@@ -55,6 +58,11 @@ def check(
             message, data = found
             findings.append(Finding(name, message, {**data, "threshold": bound}))
     return findings
+
+
+def only(*names: str) -> dict[str, tuple[Rule, str]]:
+    """Some of RULES, for callers that read no others."""
+    return {name: RULES[name] for name in names}
 
 
 ALIKE = "alike_rewards"
@@ -94,7 +102,7 @@ def likely_cause(steps: Steps, verdict: Verdict, thresholds: Thresholds) -> tupl
         return damaged
     whole = _without_disabled(thresholds)
     found = {finding.rule: finding for finding in _replayed(steps, whole)}
-    for rule in ("collapse", "kl_jump", "truncation", "length_inflation", "overfitting"):
+    for rule in CAUSES:
         if rule in found:
             return rule, found[rule].message
     if (shifted := _shifted(steps, whole, highest_kl=True)) is not None:
@@ -121,10 +129,8 @@ def damage(steps: Steps, delivered: int, thresholds: Thresholds) -> tuple[str, s
     whole = _without_disabled(thresholds)
     until = [step for step in steps if step.step <= delivered + 1]
     for end in (step for step in until if step.step >= max(delivered, 1)):
-        found = {finding.rule: finding for finding in check(until[: until.index(end) + 1], whole)}
-        for rule in ("collapse", "kl_jump", "length_inflation"):
-            if rule in found:
-                return rule, found[rule].message
+        for found in check(until[: until.index(end) + 1], whole, rules=only(*DAMAGES)):
+            return found.rule, found.message
     return _shifted(until, whole, highest_kl=False)
 
 
@@ -177,7 +183,7 @@ def _without_disabled(thresholds: Thresholds) -> Thresholds:
 def _replayed(steps: Steps, thresholds: Thresholds) -> Iterator[Finding]:
     warned: set[str] = set()
     for end in range(1, len(steps) + 1):
-        for finding in check(steps[:end], thresholds, warned):
+        for finding in check(steps[:end], thresholds, warned, only(*CAUSES)):
             warned.add(finding.rule)
             yield finding
 

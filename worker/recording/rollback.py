@@ -18,9 +18,6 @@ ROLLS_BACK = tuple(rule for rule in monitors.ALARMS if rule != "judge_drift")
 RATE = 1 / 3  # of the learning rate that collapsed
 ALARM_RATE = 1 / 2  # of the one at which an alarm fired
 
-# Of a collapse, in the event.
-NUMBERS = ("train_mean_reward", "first_train_mean_reward", "sampling_entropy", "first_sampling_entropy")
-
 
 def rollback(
     history: History, saved: Callable[[], Iterable[int]], settings: Resolved, thresholds: Thresholds
@@ -42,7 +39,8 @@ def rollback(
     is_collapsing = settings.rollback and RULE not in history.warned
     if now >= settings.total_steps or not (is_alarming or is_collapsing):
         return None
-    found = {finding.rule: finding for finding in monitors.check(steps, thresholds)}
+    rules = monitors.only("collapse", *ROLLS_BACK)
+    found = {finding.rule: finding for finding in monitors.check(steps, thresholds, rules=rules)}
 
     def newest(is_healthy: Callable[[Steps, int, Thresholds], bool]) -> int:
         before = (step for step in sorted(saved(), reverse=True) if step < now)
@@ -51,7 +49,14 @@ def rollback(
     if is_collapsing and "collapse" in found and monitors.is_lost(steps):
         collapse = found["collapse"]
         evidence = collapse.message.removesuffix(" Lower the learning rate.")
-        data = {"collapsed_at_step": now} | {name: collapse.data.get(name) for name in NUMBERS}
+        number = collapse.data.get
+        data = {
+            "collapsed_at_step": now,
+            "train_mean_reward": number("train_mean_reward"),
+            "first_train_mean_reward": number("first_train_mean_reward"),
+            "sampling_entropy": number("sampling_entropy"),
+            "first_sampling_entropy": number("first_sampling_entropy"),
+        }
         return Rollback(newest(_is_healthy), "a third", _rates(settings, RATE), evidence, data, RULE)
     alarm = next((one for rule, one in found.items() if rule in ROLLS_BACK), None)
     if alarm is None or not is_alarming:
@@ -71,7 +76,7 @@ def _rates(settings: Resolved, share: float) -> dict[str, float]:
 
 def _has_no_alarm(steps: Steps, step: int, thresholds: Thresholds) -> bool:
     until = [one for one in steps if one.step <= step]
-    return not any(finding.rule in ROLLS_BACK for finding in monitors.check(until, thresholds))
+    return not monitors.check(until, thresholds, rules=monitors.only(*ROLLS_BACK))
 
 
 def _is_healthy(steps: Steps, step: int, thresholds: Thresholds) -> bool:

@@ -28,9 +28,8 @@ class TransformersBuilder:
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
         shape = read_shape(entry, self.settings.model_cache)
-        reordered = (
-            self.device == "cpu" and entry.dtype == "float32"
-        )  # a second copy, see worker/model/lora.py
+        # Then worker/model/lora.py keeps a second copy.
+        reordered = self.device == "cpu" and entry.dtype == "float32"
         copies = shape.plain_linear_bytes if reordered else 0
         return shape.weight_bytes + copies + sizing.decoded_bytes(shape, reordered=reordered) + MARGIN_BYTES
 

@@ -229,16 +229,12 @@ def _checked(
         rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
         valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
         _refuse_tools(settings, job, spec, rows, valid_rows)
+        shadow = _checked_shadow(backends, job, rows, valid_rows, lease.progressed)
         if (problem := _does_not_fit(settings, job, len(rows), len(valid_rows))) is not None:
             raise UserMistake("not_enough_memory", problem, "model")
         if spec is not None:
-            form = job.body["response_format"]
-            schema = None if form is None else form["json_schema"]["schema"]
-            probed = rows[:DRY_RUN_ROWS]
             with _booked(settings, database, job) as ledger:
-                dry = _doubt(backends, spec, job.project_id, probed, schema, lease, ledger)
-                warnings.append(asyncio.run(dry))
-                warnings.append(_shadow_doubt(backends, job, rows, valid_rows, schema, lease, ledger))
+                warnings += asyncio.run(_dry_runs(backends, job, spec, shadow, rows, lease, ledger))
     except NotConfigured:
         raise
     except (InvalidGrader, GraderCannotRun) as refused:
@@ -250,16 +246,14 @@ def _checked(
     return CheckedJob(spec, rows, valid_rows, [warning for warning in warnings if warning])
 
 
-def _shadow_doubt(
+def _checked_shadow(
     backends: Backends,
     job: Job,
     rows: Sequence[Example],
     valid_rows: Sequence[Example],
-    schema: Mapping[str, Any] | None,
-    lease: LeaseKeeper,
-    ledger: TokenLedger,
-) -> str | None:
-    """Check the job's shadow grader, and return the warning of its dry run; None without one.
+    progressed: Callable[[], None],
+) -> GraderSpec | None:
+    """The specification of the job's shadow grader; None without one.
 
     Raises:
         UserMistake: this machine cannot run it, it reads what no row has, or it cannot grade a validation row.
@@ -267,18 +261,44 @@ def _shadow_doubt(
     """
     if job.body.get("shadow_grader") is None:
         return None
-    try:
+    with _shadow_refused():
         spec = parse_grader(job.body["shadow_grader"], SHADOW_PARAM)
         backends.check(spec, SHADOW_PARAM)
-        _refuse_reads(job, spec, SHADOW_PARAM, rows)
-        _refuse_shadowed(spec, valid_rows, lease.progressed)
-        probed = rows[:DRY_RUN_ROWS]
-        doubt = asyncio.run(_doubt(backends, spec, job.project_id, probed, schema, lease, ledger))
+    _refuse_reads(job, spec, SHADOW_PARAM, rows)
+    _refuse_shadowed(spec, valid_rows, progressed)
+    return spec
+
+
+async def _dry_runs(
+    backends: Backends,
+    job: Job,
+    spec: GraderSpec,
+    shadow: GraderSpec | None,
+    rows: Sequence[Example],
+    lease: LeaseKeeper,
+    ledger: TokenLedger,
+) -> list[str | None]:
+    """The warnings of the dry runs of the grader and of the shadow grader on the first rows."""
+    form = job.body["response_format"]
+    schema = None if form is None else form["json_schema"]["schema"]
+    dry = partial(_doubt, owner=job.project_id, rows=rows[:DRY_RUN_ROWS], schema=schema)
+    doubts = [await dry(backends, spec, lease=lease, ledger=ledger)]
+    if shadow is not None:
+        with _shadow_refused():
+            doubt = await dry(backends, shadow, lease=lease, ledger=ledger)
+        doubts.append(None if doubt is None else f"Shadow grader: {doubt}")
+    return doubts
+
+
+@contextmanager
+def _shadow_refused() -> Iterator[None]:
+    """Name the shadow grader's parameter in the error for a grader that cannot run."""
+    try:
+        yield
     except NotConfigured:
         raise
     except (InvalidGrader, GraderCannotRun) as refused:
         raise UserMistake("invalid_grader", str(refused), SHADOW_PARAM) from refused
-    return None if doubt is None else f"Shadow grader: {doubt}"
 
 
 def _refuse_shadowed(spec: GraderSpec, valid_rows: Sequence[Example], progressed: Callable[[], None]) -> None:
@@ -378,8 +398,8 @@ def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Exampl
         return SAME_FILE
     learned = set(map(_prompt_of, rows))
     shared = sum(_prompt_of(row) in learned for row in valid_rows)
-    known = {_letters_of(row) for row in rows}
-    similar = sum(_letters_of(row) in known for row in valid_rows) - shared
+    known = {_normalized(row) for row in rows}
+    similar = sum(_normalized(row) in known for row in valid_rows) - shared
     if not shared and not similar:
         return None
     near = f", and {similar} more differ from one only in case, spaces or punctuation" if similar else ""
@@ -389,10 +409,10 @@ def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Exampl
     )
 
 
-def _letters_of(row: Example) -> str:
+def _normalized(row: Example) -> str:
     """The messages and tools of a row without case, repeated spaces and the punctuation that is not inside numbers."""
-    text = _prompt_of(row).casefold().replace("\\n", " ")
-    return " ".join(re.sub(r"[?'\"\\]|[.,:;](?!\d)", "", text).split())
+    text = json.dumps([row.messages, row.tools], sort_keys=True, ensure_ascii=False).casefold()
+    return " ".join(re.sub(r"[?!'\"\\]|[.,:;](?!\d)", "", re.sub(r"\\[ntr]", " ", text)).split())
 
 
 def _prompt_of(row: Example) -> str:

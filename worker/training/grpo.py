@@ -174,8 +174,8 @@ def surrogate(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> 
     """
     # The bound is applied before the exponential: where the clip hides a ratio, infinity times the gradient 0 is not a
     # number.
-    hidden = log_ratio.clamp(max=LARGEST_LOG_RATIO)
-    ratio = torch.where(advantage < 0, log_ratio, hidden).exp()
+    capped = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    ratio = torch.where(advantage < 0, log_ratio, capped).exp()
     return torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 

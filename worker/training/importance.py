@@ -12,7 +12,7 @@ from core.jobs.hyperparameter_groups import Importance, Rejection
 from core.jobs.hyperparameters import Resolved
 from worker.training import grpo
 
-MOST_NATS = 20.0  # a log-ratio in a k3 estimate is at most this, so that its exponential is finite (verl)
+MAX_LOG_RATIO = 20.0  # a log-ratio in a k3 estimate is at most this, so that its exponential is finite (verl)
 
 
 def weights_of(old_logp: Tensor, sampled_logp: Tensor, answer: Tensor, settings: Resolved) -> Tensor:
@@ -21,8 +21,6 @@ def weights_of(old_logp: Tensor, sampled_logp: Tensor, answer: Tensor, settings:
     Args:
         old_logp: under the policy at the start of the step.
     """
-    if settings.importance == "none":
-        return torch.ones_like(old_logp)
     log_ratio = (old_logp - sampled_logp).detach()
     by_level = grpo.answer_sum(log_ratio, answer) if settings.importance_level == "answer" else log_ratio
     weights = weight(by_level, settings.importance, settings.importance_cap, settings.importance_floor)
@@ -60,7 +58,7 @@ def is_kept(log_ratio: Tensor, answer: Tensor, by: Rejection, bounds: tuple[floa
     if by == "geometric":
         mean = grpo.answer_mean(log_ratio, answer).exp()
     else:
-        x = log_ratio.clamp(-MOST_NATS, MOST_NATS)
+        x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         mean = grpo.answer_mean(torch.expm1(x) - x, answer)
     return (mean >= low) & (mean <= high)
 

@@ -257,7 +257,8 @@ def signal(group: Group, settings: Resolved) -> grpo.Signal:
     """Return what the training rewards of a group teach: see `grpo.signal`.
 
     Right answers of different lengths have signal where `length` counts: they are trained on. With the scale `each` a
-    group has signal if a part varies, although the scores of its answers may be equal.
+    group has signal if the sum of its normalized parts varies by more than rounding, although the scores of its answers
+    may be equal.
     """
     rewards_N = training_rewards(group, settings)
     kind = grpo.signal(rewards_N)
@@ -266,7 +267,7 @@ def signal(group: Group, settings: Resolved) -> grpo.Signal:
         return kind if by_score == "mixed" else by_score
     if settings.advantage_scale != "each" or kind == "ungraded":
         return kind
-    if any(compared_rewards(group, settings)):
+    if grpo.signal(compared_rewards(group, settings)) == "mixed":
         return "mixed"
     return "equal" if kind == "mixed" else kind
 
