@@ -13,8 +13,9 @@ each phase equally often (validation, sampling, grading, update, checkpoint, upl
     a worker, and a worker with its run, are stopped (SIGSTOP) for longer than the lease
     the disk of temporary files is full for 20 s (needs the right to mount a tmpfs; skipped by name without)
 
-Beside the jobs, a pipeline, an eval run, a regrade and a preview run (bench/chaos_others.py). At the end it sweeps and
-counts violations: lost jobs, different adapters, duplicate step events, orphaned blobs, failed runs.
+Beside the jobs, a pipeline, an eval run, a batch, a regrade, a preview and an audit run (bench/chaos_others.py). At
+the end it sweeps and counts violations: lost jobs, different adapters, duplicate step events, orphaned blobs, failed
+runs.
 
     python -m bench.chaos --kills 50              on a tiny model
     python -m bench.chaos --small                 two minutes: one job at a time, 3 kills, outages of 5 s that all meet

@@ -82,21 +82,23 @@ def test_examples_call_the_client_with_arguments_that_it_has(page: str, text: st
                 assert {keyword.arg for keyword in call.keywords} <= {None, *parameters}, place[1]
 
 
-def test_the_pipeline_of_its_page_is_valid(tmp_path: Path) -> None:
-    [text] = blocks("howto/pipelines.md", "toml")
-    (tmp_path / "pipeline.toml").write_text(text)
+@pytest.mark.parametrize(("number", "method", "uploads"), [(0, "supervised", 3), (1, "reinforcement", 2)])
+def test_the_pipelines_of_their_page_are_valid(
+    tmp_path: Path, number: int, method: str, uploads: int
+) -> None:
+    (tmp_path / "pipeline.toml").write_text(blocks("howto/pipelines.md", "toml")[number])
     (tmp_path / "grader.json").write_text(json.dumps(GRADER_OF_AN_EXAMPLE))
-    for name in ("train", "prompts"):
+    for name in ("train", "valid", "prompts"):
         (tmp_path / f"{name}.jsonl").touch()
 
     asked = read_pipeline(tmp_path / "pipeline.toml")
     body = PipelineCreate.model_validate(asked.with_ids(dict.fromkeys(asked.uploads, "file-1")))
 
     graph.check([stage.planned() for stage in body.stages])
-    assert len(asked.uploads) == 3
+    assert len(asked.uploads) == uploads
     for stage in body.stages:
-        if stage.job is not None:
-            assert parsed_job(stage.job, stage.name).method.type == "supervised"
+        for job in [stage.job] if stage.job is not None else stage.sweep.jobs if stage.sweep else ():
+            assert parsed_job(job, stage.name).method.type == method
 
 
 def test_the_models_file_for_one_gpu_is_valid() -> None:

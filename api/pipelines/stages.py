@@ -16,7 +16,15 @@ from api.resources import eval_checks, job_checks, jobs, validation_split
 from api.resources.estimates import in_reader
 from api.resources.eval_requests import RunCreate
 from api.resources.job_body import JobCreate
-from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
+from api.resources.job_checks import Accepted, EarlierRuns
+from api.resources.pipeline_requests import (
+    MixStage,
+    SampleStage,
+    SelectStage,
+    SweepStage,
+    of_pipeline,
+    parsed_job,
+)
 from core.claims import Claim, LeaseLost
 from core.database.audit import Actor
 from core.database.engine import Work, unit_of_work
@@ -26,9 +34,10 @@ from core.errors import ModelNotFound, NotFound, QuotaExceeded, ServiceError
 from core.evals import catalog, items, summary
 from core.evals import lifecycle as eval_runs
 from core.evals.items import MAX_ROWS
+from core.jobs.budgets import Price
 from core.outages import Resource, outage
 from core.outbound.http import is_passing
-from core.pipelines import graph, lifecycle, rows
+from core.pipelines import graph, lifecycle, rows, sweep_jobs
 from core.pipelines.lifecycle import Stage
 from core.storage import files
 from core.storage.datasets import LineError, numbered_lines, read_objects
@@ -174,6 +183,8 @@ class Advance:
         match stage["kind"]:
             case "job":
                 await self._start_job(pipeline, stage, spec)
+            case "sweep":
+                await self._start_sweep(pipeline, stage, spec)
             case "sample":
                 await self._start_sampling(pipeline, stage, spec)
             case _:
@@ -199,6 +210,24 @@ class Advance:
             await self._write(create)
         finally:
             await to_thread.run_sync(uncommitted.close)
+
+    async def _start_sweep(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
+        project, service, sweep = self.project, self.service, SweepStage.model_validate(spec)
+        sent = [of_pipeline(job, pipeline.id, stage["name"]) for job in sweep.jobs]
+        bodies = [parsed_job(job, stage["name"]) for job in sent]
+        await job_checks.refuse_unusable(bodies[0], service, project)  # all have the same grader
+
+        def accepted(body: JobCreate) -> tuple[JobCreate, Accepted, EarlierRuns]:
+            model = job_checks.accept(body, service, project)
+            return body, model, job_checks.earlier_runs(body, model.model, project, service)
+
+        ready = await to_thread.run_sync(lambda: [accepted(body) for body in bodies])
+
+        def create(work: Work, row: Pipeline) -> None:
+            made = [jobs.added(work, body, one, project, service, earlier) for body, one, earlier in ready]
+            lifecycle.started(row, stage["name"], jobs=sweep_jobs.stage_jobs(sweep.settings, made))
+
+        await self._write(create)
 
     async def _split(self, body: JobCreate, share: float) -> validation_split.SplitFiles:
         made = partial(
@@ -277,6 +306,8 @@ class Advance:
     async def _follow(self, stage: Stage) -> None:
         if "job_id" in stage:
             await self._follow_job(stage)
+        elif "jobs" in stage:
+            await self._follow_sweep(stage)
         elif "run_id" in stage:
             await self._follow_sampling(stage)
         else:
@@ -295,6 +326,15 @@ class Advance:
                     row, name, error["code"], error["message"], status=job.status
                 )
             )
+
+    async def _follow_sweep(self, stage: Stage) -> None:
+        sweep = SweepStage.model_validate(stage["spec"])
+        budget = sweep.gpu_seconds(Price.of(self.service.settings))
+
+        def follow(work: Work, row: Pipeline) -> None:
+            sweep_jobs.follow(work, row, stage, stop_losers=sweep.stop_losers, budget=budget)
+
+        await self._write(follow)
 
     def _job(self, job_id: str) -> Job:
         with self.service.database.read() as session:

@@ -1,18 +1,22 @@
 """Bodies of POST /v1/regraft/pipelines, and the checks of their stages before anything starts."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored
 from api.http.validation_errors import explain
 from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget
-from api.resources.job_body import JobCreate
+from api.resources.job_body import Budget, JobCreate
 from core.errors import InvalidRequest
+from core.jobs.budgets import Price
+from core.pipelines import sweeps
 from core.pipelines.graph import KINDS, MAX_STAGES, PlannedStage
 from core.pipelines.rows import Form, Selection
+from core.pipelines.sweeps import MAX_JOBS
 from core.strict import StrictModel
 from graders.spec import GraderSpec, dump, parse_grader
 
@@ -23,11 +27,42 @@ FileOrReference = Annotated[str, Field(min_length=1, max_length=128)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10_000)]
+SettingName = Annotated[str, Field(pattern=r"^[a-z_.]{1,64}$")]
+SettingValues = Annotated[list[JsonValue], Field(min_length=1, max_length=MAX_JOBS)]
 Characters = Annotated[int, Field(ge=0, le=10_000_000)]
 
 
 def _one_grader(sent: Any) -> Any:
     return None if sent is None else parse_grader(sent, "grader")
+
+
+class SweepStage(StrictModel):
+    """A job with each combination of some settings, of which the losers stop early; its model is the best one's."""
+
+    job: dict[str, Any]
+    over: Annotated[dict[SettingName, SettingValues], Field(min_length=1, max_length=8)]
+    stop_losers: bool = True
+    budget: Budget | None = None
+
+    @model_validator(mode="after")
+    def _is_of_several_jobs(self) -> "SweepStage":
+        count = math.prod(map(len, self.over.values()))
+        if not 2 <= count <= MAX_JOBS:
+            raise ValueError(f"'over' has {count} combinations; a sweep has 2 to {MAX_JOBS}")
+        return self
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        return sweeps.combinations(self.over)
+
+    @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """The requests of its jobs. Raises InvalidRequest: there is no setting of a name."""
+        return [sweeps.with_settings(self.job, one) for one in self.settings]
+
+    def gpu_seconds(self, price: Price) -> float | None:
+        """The budget in GPU-seconds. Raises InvalidRequest if it is money, and the service has no such price."""
+        return None if self.budget is None else float(self.budget.to_row(price)["gpu_seconds"])
 
 
 class SampleStage(StrictModel):
@@ -76,10 +111,11 @@ class MixStage(StrictModel):
 
 
 class StageCreate(StrictModel):
-    """A stage: its name and one of job, sample, select and mix. A job is the body of POST /v1/fine_tuning/jobs."""
+    """A stage: its name and one of its kinds. A job is the body of POST /v1/fine_tuning/jobs."""
 
     name: StageName
     job: dict[str, Any] | None = None
+    sweep: SweepStage | None = None
     sample: SampleStage | None = None
     select: SelectStage | None = None
     mix: MixStage | None = None

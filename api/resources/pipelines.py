@@ -17,11 +17,12 @@ from api.http.shapes import After, EndedListing, Limit, clamped, ends
 from api.http.stored_graders import EVERY, TYPE, ResolvedReference, ResolvesGraders
 from api.resources import job_body, job_checks, pipeline_requests
 from api.resources.graders import refuse
-from api.resources.pipeline_requests import PipelineClone, PipelineCreate, StageCreate
+from api.resources.pipeline_requests import PipelineClone, PipelineCreate, StageCreate, SweepStage
 from core.database.engine import Work
 from core.database.tables import EvalRun, Job, Pipeline, Project
 from core.errors import InvalidRequest, ModelNotFound
 from core.evals import summary, targets
+from core.jobs.budgets import Price
 from core.jobs.params import TEACHER_PARAM
 from core.masking import hide_in_method, hide_secrets
 from core.pipelines import graph, lifecycle
@@ -42,16 +43,37 @@ class StageErrorOut(BaseModel):
     message: str
 
 
+class SweptJobOut(BaseModel):
+    """A job of a sweep."""
+
+    settings: dict[str, Any]
+    job_id: str
+    job_status: str | None = None
+    stopped: str | None = Field(default=None, description="Why the sweep has stopped it.")
+    reward: float | None = Field(
+        default=None,
+        description="At the end: its mean over the rows that are graded in all jobs that succeeded.",
+    )
+    difference: float | None = Field(
+        default=None, description="Of the best job minus this one; null of the best one."
+    )
+    low: float | None = Field(
+        default=None, description="Lower 95 % bound of the difference, for all pairs of jobs at once."
+    )
+
+
 class StageOut(BaseModel):
     """A stage. Its results are `model` or `file`, once it has succeeded."""
 
     name: str
-    kind: str = Field(description="job, sample, select or mix.")
+    kind: str = Field(description="job, sweep, sample, select or mix.")
     status: str = Field(description="waiting, running, succeeded, failed or cancelled.")
     needs: list[str] = Field(description="The stages that must succeed before this one starts.")
     spec: dict[str, Any] | None = Field(description="The request, without secrets; null in lists.")
     job_id: str | None = None
     job_status: str | None = None
+    jobs: Annotated[list[SweptJobOut], Field(description="Of a sweep.")] = []
+    conclusion: str | None = Field(default=None, description="Of a sweep that has ended, in one sentence.")
     eval_id: str | None = None
     run_id: str | None = None
     progress: dict[str, int] | None = Field(default=None, description="Of a sample stage: finished, total.")
@@ -96,7 +118,11 @@ class PipelineOut(BaseModel):
                     needs=graph.needs(plan),
                     job_status=statuses.get(stage.get("job_id", "")),
                     progress=runs.get(stage.get("run_id", "")),
-                    **{name: value for name, value in stage.items() if name not in ("spec", "after")},
+                    jobs=[
+                        SweptJobOut(job_status=statuses.get(one["job_id"]), **one)
+                        for one in stage.get("jobs", ())
+                    ],
+                    **{name: value for name, value in stage.items() if name not in ("spec", "after", "jobs")},
                     spec=None if is_listed else shown_spec(stage["spec"]),
                 )
                 for stage, plan in zip(pipeline.stages, lifecycle.planned(pipeline.stages), strict=True)
@@ -105,7 +131,7 @@ class PipelineOut(BaseModel):
 
 
 def _statuses(session: Session, stages: Sequence[Stage]) -> Mapping[str, str]:
-    ids = [stage["job_id"] for stage in stages if "job_id" in stage]
+    ids = [job_id for stage in stages for job_id in lifecycle.job_ids(stage)]
     found = session.execute(select(Job.id, Job.status).where(Job.id.in_(ids)))
     return {row.id: row.status for row in found}
 
@@ -118,6 +144,8 @@ def _progress(session: Session, stages: Sequence[Stage]) -> Mapping[str, dict[st
 
 def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The specification without secrets of grader and tools. A stored grader is shown as a reference to its version."""
+    if isinstance(spec.get("job"), Mapping):  # of a sweep
+        return {**spec, "job": shown_spec(spec["job"])}
     method = spec.get("method") or {}
     inner = method.get("reinforcement") or {}
     shown = dict(spec)
@@ -141,7 +169,14 @@ def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     dependencies=[
         REPLAYS_FIRST,
         Depends(
-            ResolvesGraders(*(("stages", EVERY, "job", *path) for path in job_body.GRADER_PATHS), keep=True)
+            ResolvesGraders(
+                *(
+                    ("stages", EVERY, *job, *path)
+                    for job in (("job",), ("sweep", "job"))
+                    for path in job_body.GRADER_PATHS
+                ),
+                keep=True,
+            )
         ),
         Depends(ResolvesGraders(("stages", EVERY, "sample", "grader"))),
     ],
@@ -181,29 +216,62 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
     there.
     """
     if stage.job is not None:
-        where = f"{where}.job"
-        job = pipeline_requests.parsed_job(stage.job, where)
-        # The job gets two entries of metadata more than the request has, and the same limit.
-        pipeline_requests.parsed_job(pipeline_requests.of_pipeline(stage.job, "", stage.name), where)
-        named = {path for path, _ in graph.references(stage.job)}
-        try:
-            is_method_known = not any(path.startswith(".method") for path in named)
-            if is_method_known:
-                await job_checks.refuse_unusable(job, service, project)
-            if named.isdisjoint((".model", f".{TEACHER_PARAM}")):
-                await to_thread.run_sync(job_checks.accept, job, service, project)
-            await to_thread.run_sync(_refuse_files, job, named, service, project)
-            if is_method_known and ".training_file" not in named:
-                await to_thread.run_sync(job_checks.audit_of, job, project, service)
-        except ModelNotFound as missing:
-            missing.param = f"{where}.{missing.param}"
-            raise
-        except InvalidRequest as mistake:
-            raise pipeline_requests.named_within(mistake, where) from None
+        await _refuse_job(stage.job, stage.name, f"{where}.job", service, project)
+        return
+    if stage.sweep is not None:
+        await _refuse_sweep(stage.sweep, stage.name, f"{where}.sweep", service, project)
         return
     if stage.sample is not None and stage.sample.grader is not None:
         await refuse(stage.sample.grader, service, project, f"{where}.sample.grader")
     await to_thread.run_sync(_refuse_sources, stage, where, service, project)
+
+
+async def _refuse_job(
+    sent: Mapping[str, Any],
+    name: str,
+    where: str,
+    service: Service,
+    project: Project,
+    *,
+    is_grader_known: bool = False,
+) -> job_body.JobCreate:
+    job = pipeline_requests.parsed_job(sent, where)
+    # The job gets two entries of metadata more than the request has, and the same limit.
+    pipeline_requests.parsed_job(pipeline_requests.of_pipeline(sent, "", name), where)
+    named = {path for path, _ in graph.references(sent)}
+    try:
+        is_method_known = not any(path.startswith(".method") for path in named)
+        if is_method_known and not is_grader_known:
+            await job_checks.refuse_unusable(job, service, project)
+        if named.isdisjoint((".model", f".{TEACHER_PARAM}")):
+            await to_thread.run_sync(job_checks.accept, job, service, project)
+        await to_thread.run_sync(_refuse_files, job, named, service, project)
+        if is_method_known and ".training_file" not in named:
+            await to_thread.run_sync(job_checks.audit_of, job, project, service)
+    except ModelNotFound as missing:
+        missing.param = f"{where}.{missing.param}"
+        raise
+    except InvalidRequest as mistake:
+        raise pipeline_requests.named_within(mistake, where) from None
+    return job
+
+
+async def _refuse_sweep(sweep: SweepStage, name: str, where: str, service: Service, project: Project) -> None:
+    try:
+        sent, _ = sweep.jobs, sweep.gpu_seconds(Price.of(service.settings))
+    except InvalidRequest as mistake:
+        raise pipeline_requests.named_within(mistake, where) from None
+    for number, body in enumerate(sent):
+        job = await _refuse_job(body, name, f"{where}.job", service, project, is_grader_known=number > 0)
+        try:
+            job.reinforcement("A sweep")
+        except InvalidRequest as mistake:
+            raise pipeline_requests.named_within(mistake, f"{where}.job") from None
+        if job.validation_split is not None:
+            raise InvalidRequest(
+                "A sweep compares its jobs on the same rows: send validation_file in place of validation_split.",
+                param=f"{where}.job.validation_split",
+            )
 
 
 def _refuse_files(job: job_body.JobCreate, named: set[str], service: Service, project: Project) -> None:

@@ -2,7 +2,7 @@
 
     {"name": "sft", "job": {"model": "{{stages.rl.model}}", "training_file": "{{stages.best.file}}", ...}}
 
-A reference is a whole string. A job has a `model`, every other stage has a `file`.
+A reference is a whole string. A job and a sweep have a `model`, every other stage has a `file`.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from core.errors import InvalidRequest
 
-Kind = Literal["job", "sample", "select", "mix"]
-KINDS: tuple[Kind, ...] = ("job", "sample", "select", "mix")
+Kind = Literal["job", "sweep", "sample", "select", "mix"]
+KINDS: tuple[Kind, ...] = ("job", "sweep", "sample", "select", "mix")
 MAX_STAGES = 64
 _REFERENCE = re.compile(r"\{\{\s*stages\.([A-Za-z0-9_-]+)\.([A-Za-z_]+)\s*\}\}")
 
@@ -35,7 +35,7 @@ class PlannedStage:
 
     @property
     def result(self) -> str:
-        return "model" if self.kind == "job" else "file"
+        return "model" if self.kind in ("job", "sweep") else "file"
 
 
 def references(value: Any, path: str = "") -> Iterator[tuple[str, StageReference]]:

@@ -30,8 +30,9 @@ from core.pipelines.graph import PlannedStage, StageReference
 
 Stage = dict[str, Any]
 """A stage as stored: name, kind, spec, after, status, and what it has so far of job_id, eval_id, run_id, model, file,
-rows, error, note, errors, restarts, tries, waiting_since (of an outage), started_at, finished_at, reused_from and
-earlier, the jobs of failed attempts."""
+rows, error, note, errors, restarts, tries, waiting_since (of an outage), started_at, finished_at, reused_from,
+earlier, the jobs of failed attempts, and of a sweep: jobs (each with settings, job_id, stopped, and at the end reward,
+difference and low) and conclusion; its job_id is that of the best job."""
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
 FOLLOWED = frozenset({"running", "paused"})
@@ -167,7 +168,7 @@ def _requeued_stage(stage: Stage) -> Stage:
     if stage["status"] not in ("failed", "cancelled"):
         return stage
     fresh = {name: stage[name] for name in ("name", "kind", "spec", "after")} | {"status": "waiting"}
-    earlier = [*stage.get("earlier", ()), *filter(None, [stage.get("job_id")])]
+    earlier = [*stage.get("earlier", ()), *job_ids(stage)]
     return fresh | ({"earlier": earlier} if earlier else {})
 
 
@@ -214,22 +215,30 @@ def validated(session: Session, job: Job) -> list[WakeMessage]:
     """
     wake = jobs.validated(session, job)
     paused = select(Pipeline).where(Pipeline.project_id == job.project_id, Pipeline.status == "paused")
-    if not any(job.id in _ids(pipeline, "job_id") for pipeline in session.scalars(paused)):
+    if not any(job.id in _running_job_ids(pipeline) for pipeline in session.scalars(paused)):
         return [wake]
     jobs.hold_back(session, job)
     return []
 
 
 def _running_jobs(session: Session, pipeline: Pipeline) -> Sequence[Job]:
-    return session.scalars(select(Job).where(Job.id.in_(_ids(pipeline, "job_id")))).all()
+    return session.scalars(select(Job).where(Job.id.in_(_running_job_ids(pipeline)))).all()
+
+
+def _running_job_ids(pipeline: Pipeline) -> list[str]:
+    return [job_id for stage in pipeline.stages if stage["status"] == "running" for job_id in job_ids(stage)]
+
+
+def job_ids(stage: Stage) -> list[str]:
+    """The jobs of a stage: several of a sweep, one of a job, none of another kind or before it starts."""
+    if "jobs" in stage:
+        return [job["job_id"] for job in stage["jobs"]]
+    return [stage["job_id"]] if "job_id" in stage else []
 
 
 def _running_eval_runs(session: Session, pipeline: Pipeline) -> Sequence[EvalRun]:
-    return session.scalars(select(EvalRun).where(EvalRun.id.in_(_ids(pipeline, "run_id")))).all()
-
-
-def _ids(pipeline: Pipeline, name: str) -> list[str]:
-    return [stage[name] for stage in pipeline.stages if stage["status"] == "running" and name in stage]
+    ids = [stage["run_id"] for stage in pipeline.stages if stage["status"] == "running" and "run_id" in stage]
+    return session.scalars(select(EvalRun).where(EvalRun.id.in_(ids))).all()
 
 
 # Operations of the process that advances pipelines.

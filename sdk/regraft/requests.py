@@ -100,15 +100,10 @@ class PipelineRequest:
         """The jobs of its stages, with their local files."""
         return [
             JobRequest(
-                stage["job"],
-                {
-                    str(way[-1]): path
-                    for way, path in self.uploads.items()
-                    if way[:3] == ("stages", number, "job")
-                },
+                holder["job"], {str(way[-1]): path for way, path in self.uploads.items() if way[:-1] == place}
             )
             for number, stage in enumerate(self.body["stages"])
-            if isinstance(stage.get("job"), dict)
+            for holder, place in _jobs_of(stage, number)
         ]
 
     def with_ids(self, ids: Mapping[tuple[str | int, ...], str]) -> dict[str, Any]:
@@ -138,10 +133,10 @@ def read_pipeline(source: Source) -> PipelineRequest:
     uploads: dict[tuple[str | int, ...], Path] = {}
     for number, stage in enumerate(stages):
         where = f"{name}: stages[{number}]"
-        if isinstance(stage.get("job"), dict):
-            job = _job_of(stage["job"], folder, where)
-            stage["job"] = job.body
-            uploads |= {("stages", number, "job", field): path for field, path in job.uploads.items()}
+        for holder, place in _jobs_of(stage, number):
+            job = _job_of(holder["job"], folder, where)
+            holder["job"] = job.body
+            uploads |= {(*place, field): path for field, path in job.uploads.items()}
         for kind in ("sample", "select"):
             if isinstance(stage.get(kind), dict):
                 _note_file(uploads, ("stages", number, kind), stage[kind], folder, where)
@@ -153,6 +148,13 @@ def read_pipeline(source: Source) -> PipelineRequest:
         if isinstance(sample, dict) and isinstance(sample.get("grader"), str):
             sample["grader"] = read_grader(sample["grader"], folder)
     return PipelineRequest(fields, uploads)
+
+
+def _jobs_of(stage: dict[str, Any], number: int) -> Iterator[tuple[dict[str, Any], tuple[str | int, ...]]]:
+    """The job of a stage, or of its sweep: what has it at "job", and its place in the request."""
+    for holder, way in ((stage, ()), (stage.get("sweep"), ("sweep",))):
+        if isinstance(holder, dict) and isinstance(holder.get("job"), dict):
+            yield holder, ("stages", number, *way, "job")
 
 
 def _note_file(

@@ -441,6 +441,22 @@ class JobComparison(BaseModel):
     config: list[ChangedField]
 
 
+class SweptJob(BaseModel):
+    """A job of a sweep."""
+
+    settings: dict[str, Any]
+    job_id: str
+    job_status: str | None = None
+    stopped: str | None = None
+    """Why the sweep has stopped it."""
+    reward: float | None = None
+    """At the end: its mean over the rows that are graded in all jobs that succeeded."""
+    difference: float | None = None
+    """Of the best job minus this one; None of the best one."""
+    low: float | None = None
+    """Lower 95 % bound of the difference, for all pairs of jobs at once."""
+
+
 class StageError(BaseModel):
     """The error that ended a stage."""
 
@@ -453,7 +469,7 @@ class PipelineStage(BaseModel):
 
     name: str
     kind: str
-    """job, sample, select or mix."""
+    """job, sweep, sample, select or mix."""
     status: str
     """waiting, running, succeeded, failed or cancelled."""
     needs: list[str]
@@ -462,6 +478,10 @@ class PipelineStage(BaseModel):
     """The request, without secrets; None in lists."""
     job_id: str | None = None
     job_status: str | None = None
+    jobs: list[SweptJob] = []
+    """Of a sweep."""
+    conclusion: str | None = None
+    """Of a sweep that has ended, in one sentence."""
     eval_id: str | None = None
     run_id: str | None = None
     progress: dict[str, int] | None = None

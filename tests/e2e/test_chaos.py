@@ -23,7 +23,11 @@ NONE_OF = (
     "eval_items_lost",
     "eval_items_twice",
     "regrades_failed",
+    "batches_failed",
+    "batch_answers_lost",
+    "batch_answers_twice",
     "previews_failed",
+    "audits_failed",
 )
 
 
@@ -39,5 +43,6 @@ def test_no_work_is_lost_or_done_twice_or_failed_by_outages_and_kills() -> None:
     assert chaos.returncode == 0, chaos.stderr[-5000:]
     figures = json.loads(chaos.stdout.splitlines()[-1])["figures"]
     assert {name: figures[name] for name in NONE_OF} == dict.fromkeys(NONE_OF, 0)
-    assert figures["pipelines"] == figures["eval_runs"] == figures["regrades"] > 0
+    assert figures["pipelines"] == figures["eval_runs"] == figures["regrades"] == figures["batches"] > 0
+    assert figures["previews"] == figures["audits"] == figures["pipelines"]
     assert sum(count for name, count in figures.items() if name.startswith("kills_in_")) > 0

@@ -21,6 +21,9 @@ from regraft import Regraft
 from regraft.cli import main
 from regraft.cli.evals import run_progress
 from regraft.cli.output import answer_cell, expected_costs
+from regraft.cli.pipelines import text_of
+from regraft.requests import read_pipeline
+from regraft.types import Pipeline
 
 from core.database.tables import Attempt, Job
 from core.jobs.usage import add_usage
@@ -131,6 +134,60 @@ def test_a_pipeline_is_created_from_a_file_shown_paused_resumed_cloned_and_cance
     assert "0 of 2" in listed
     code, _, refused = regraft("pipelines", "clone", made["id"], "--from", "learn")
     assert (code, "no results" in refused) == (2, True)
+
+
+def test_a_sweep_is_created_from_a_job_file_and_shown_with_its_settings(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    files = {"training_file": "train.jsonl", "validation_file": "train.jsonl"}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"model": "tiny", "grader": GRADER} | files))
+
+    made = in_json(
+        "sweep", str(path), "--over", "learning_rate=1e-5,3e-5", "--over", "seed=1", "--budget", "0.5"
+    )
+
+    [stage] = made["stages"]
+    assert stage["kind"] == "sweep"
+    assert stage["spec"]["over"] == {"learning_rate": [1e-5, 3e-5], "seed": [1]}
+    assert stage["spec"]["budget"] == {"gpu_seconds": 1800.0}
+    assert stage["spec"]["job"]["training_file"].startswith("file-")
+    code, _, refused = regraft("sweep", str(path), "--over", "learning_rate")
+    assert (code, "write it as name=value,value" in refused) == (2, True)
+
+
+def test_the_jobs_of_a_sweep_are_shown_with_the_reason_why_they_were_stopped() -> None:
+    jobs = [
+        {"settings": {"seed": 1}, "job_id": "ftjob-1", "job_status": "succeeded", "reward": 0.5},
+        {"settings": {"seed": 2}, "job_id": "ftjob-2", "job_status": "cancelled", "stopped": "it lost"},
+    ]
+    stage = {"name": "s", "kind": "sweep", "status": "succeeded", "needs": [], "spec": None, "jobs": jobs}
+    fields = {"id": "ftpipe-1", "created_at": 1, "finished_at": 2, "name": None, "status": "succeeded"}
+    pipeline = Pipeline.model_validate(
+        fields
+        | {"metadata": None, "cloned_from": None, "stages": [stage | {"conclusion": "seed 1 is best."}]}
+    )
+
+    text = text_of(pipeline)
+
+    assert re.search(r"seed=1 +ftjob-1 +succeeded +0\.500 +-", text)
+    assert re.search(r"seed=2 +ftjob-2 +cancelled +- +it lost", text)
+    assert text.endswith("s: seed 1 is best.")
+
+
+def test_a_pipeline_file_of_a_sweep_is_read_with_the_local_files_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    job = {"model": "tiny", "training_file": "train.jsonl", "grader": GRADER}
+    path = tmp_path / "pipeline.json"
+    path.write_text(json.dumps({"stages": [{"name": "s", "sweep": {"job": job, "over": {"seed": [1, 2]}}}]}))
+
+    request = read_pipeline(path)
+
+    assert request.uploads == {("stages", 0, "sweep", "job", "training_file"): tmp_path / "train.jsonl"}
+    [local] = request.jobs
+    assert local.uploads == {"training_file": tmp_path / "train.jsonl"}
+    assert local.body["method"]["reinforcement"]["grader"] == GRADER
 
 
 def test_a_pipeline_file_without_stages_is_refused(

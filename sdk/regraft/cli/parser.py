@@ -621,6 +621,25 @@ PIPELINES = Group(
 )
 
 
+SWEEP = Command(
+    "sweep",
+    "train a job with several settings, stop the losers, and say which is best",
+    arg("job", "JOB", ".toml, .json or .yaml"),
+    arg(
+        "--over",
+        "NAME=VALUES",
+        "a setting and its values, such as learning_rate=1e-5,3e-5; repeatable: every combination is a job",
+        action="append",
+        required=True,
+    ),
+    SET,
+    arg("--budget", "GPU-HOURS", "of all jobs together; only the best one continues beyond it", type=float),
+    arg("--keep-losers", help="let every job run to its end"),
+    arg("--wait", help="wait until it ends"),
+    example="regraft sweep job.toml --over learning_rate=1e-5,3e-5,1e-4 --over group_size=8,16 --wait",
+)
+
+
 def _succeeded(stages: Any) -> str:
     return f"{sum(stage.status == 'succeeded' for stage in stages)} of {len(stages)}"
 
@@ -639,8 +658,8 @@ MIGRATE = Command(
 )
 
 TABLE = (
-    LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE, WORKERS,
-    REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE,
+    LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE,
+    WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE,
 )  # fmt: skip
 
 

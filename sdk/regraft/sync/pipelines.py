@@ -49,6 +49,28 @@ class Pipelines:
                     files.delete(file_id)
             raise
 
+    def sweep(
+        self,
+        job: Mapping[str, Any],
+        over: Mapping[str, Sequence[Any]],
+        *,
+        budget: Mapping[str, Any] | None = None,
+        stop_losers: bool = True,
+        name: str | None = None,
+    ) -> Pipeline:
+        """Create a pipeline of one sweep: the job with each combination of these settings.
+
+        Args:
+            job: its request, as `client.jobs.prepare` returns it.
+            over: values by setting, such as {"learning_rate": [1e-5, 3e-5]}.
+            budget: of all jobs together, such as {"gpu_seconds": 3600}; only the best one continues beyond it.
+            stop_losers: stop a job once another is certainly better.
+        """
+        sweep: dict[str, Any] = {"job": dict(job), "over": dict(over), "stop_losers": stop_losers}
+        if budget is not None:
+            sweep["budget"] = dict(budget)
+        return self.create(stages=[{"name": "sweep", "sweep": sweep}], name=name)
+
     def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Pipeline]:
         """Newest first."""
         return self._client.get_api_list(

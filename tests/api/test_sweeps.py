@@ -1,0 +1,241 @@
+"""A sweep as a stage of a pipeline: its jobs, the ones that it stops, and its result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+from starlette.testclient import TestClient
+
+from api.pipelines.driver import PipelineDriver
+from core.database.tables import Job, Pipeline, StepMetric
+from core.jobs.verdict import Verdict
+from tests.api.conftest import House, request_of
+
+PIPELINES = "/v1/regraft/pipelines"
+ROWS = 60
+RATES = [1e-5, 1e-4, 1e-2]
+
+
+@pytest.fixture
+def advance(house: House) -> Callable[[], None]:
+    driver = PipelineDriver(house.app.state.service)
+
+    def advance() -> None:
+        with house.database.write() as session:
+            session.execute(update(Pipeline).values(next_run_at=0.0))
+        while house.portal.call(driver.advance_next):
+            pass
+
+    return advance
+
+
+def create(api: TestClient, **sweep: Any) -> Any:
+    asked = {"job": request_of(api), "over": {"learning_rate": RATES}} | sweep
+    return api.post(PIPELINES, json={"stages": [{"name": "rates", "sweep": asked}]})
+
+
+def stage(api: TestClient, made: dict[str, Any]) -> dict[str, Any]:
+    [shown] = api.get(f"{PIPELINES}/{made['id']}").json()["stages"]
+    return dict(shown)
+
+
+def validated(house: House, job_id: str, step: int, right: int) -> None:
+    """As a worker stores a validation, of which the first `right` rows are right."""
+    with house.database.write() as session:
+        scores = [float(row < right) for row in range(ROWS)]
+        session.add(StepMetric(job_id=job_id, step=step, epoch=1, data={}, valid_scores=scores))
+
+
+def change(house: House, job_id: str, **fields: Any) -> None:
+    with house.database.write() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(**fields))
+
+
+def succeeded(house: House, job_id: str, step: int, reward: float) -> None:
+    verdict = Verdict(
+        "improved", 0.1, reward, reward - 0.1, None, None, 1, 0, 0, ROWS, 0, step
+    )  # only its step is read
+    change(house, job_id, status="succeeded", fine_tuned_model=f"ft:{job_id}", verdict=verdict.to_row())
+
+
+@pytest.mark.both_databases
+def test_a_sweep_stops_the_losers_and_has_the_model_of_the_best_job(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api)
+    assert made.status_code == 201, made.text
+    advance()
+    running = stage(api, made.json())
+    assert [job["settings"] for job in running["jobs"]] == [{"learning_rate": rate} for rate in RATES]
+    low, middle, high = ids = [job["job_id"] for job in running["jobs"]]
+    rates = [
+        api.get(f"/v1/fine_tuning/jobs/{job_id}").json()["method"]["reinforcement"]["hyperparameters"][
+            "advanced"
+        ]["optimizer"]["learning_rate"]
+        for job_id in ids
+    ]
+    assert rates == RATES
+    for job_id, right in zip(ids, (38, 40, 0), strict=True):
+        change(house, job_id, status="running")
+        validated(house, job_id, 5, right)
+
+    advance()
+
+    looked = stage(api, made.json())
+    assert [job["job_status"] for job in looked["jobs"]] == ["running", "running", "cancelled"]
+    assert looked["jobs"][2]["stopped"].startswith("learning_rate 1e-05 is better at step 5: by 0.633 on 60")
+    events = api.get(f"/v1/fine_tuning/jobs/{high}/events").json()["data"]
+    assert any(event["message"].startswith("Stopped by its sweep: learning_rate") for event in events)
+    for job_id, right in ((low, 40), (middle, 60)):
+        validated(house, job_id, 10, right)
+        succeeded(house, job_id, 10, right / ROWS)
+
+    advance()
+
+    ended = stage(api, made.json())
+    assert (ended["status"], ended["model"], ended["job_id"]) == ("succeeded", f"ft:{middle}", middle)
+    assert ended["conclusion"] == "learning_rate 0.0001 is better than every other one."
+    assert [job["reward"] for job in ended["jobs"]] == [pytest.approx(40 / 60), 1.0, None]
+    assert ended["jobs"][0]["low"] > 0
+    assert api.get(f"{PIPELINES}/{made.json()['id']}").json()["status"] == "succeeded"
+
+
+def test_a_sweep_that_keeps_its_losers_stops_none(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, stop_losers=False).json()
+    advance()
+    for job, right in zip(stage(api, made)["jobs"], (30, 60, 0), strict=True):
+        validated(house, job["job_id"], 5, right)
+
+    advance()
+
+    assert [job["stopped"] for job in stage(api, made)["jobs"]] == [None, None, None]
+
+
+def test_beyond_the_budget_only_the_best_job_continues(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, budget={"gpu_seconds": 100}).json()
+    advance()
+    for job, right in zip(stage(api, made)["jobs"], (30, 33, 31), strict=True):
+        change(house, job["job_id"], status="running", gpu_seconds=30.0)
+        validated(house, job["job_id"], 5, right)
+    advance()
+    assert [job["stopped"] for job in stage(api, made)["jobs"]] == [None, None, None]
+    change(house, stage(api, made)["jobs"][0]["job_id"], gpu_seconds=40.0)
+
+    advance()
+
+    looked = stage(api, made)["jobs"]
+    assert [job["job_status"] for job in looked] == ["cancelled", "running", "cancelled"]
+    assert looked[0]["stopped"] == (
+        "the jobs of the sweep have used 100 of 100 GPU-seconds, and another one is ahead"
+    )
+
+
+def test_a_sweep_without_a_model_fails_with_the_error_of_its_first_job_and_can_be_retried(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, over={"seed": [1, 2]}).json()
+    advance()
+    first = [job["job_id"] for job in stage(api, made)["jobs"]]
+    error = {"code": "invalid_training_file", "message": "no rows", "param": None}
+    change(house, first[0], status="cancelled")
+    change(house, first[1], status="failed", error=error)
+
+    advance()
+
+    failed = stage(api, made)
+    assert failed["error"] == {
+        "code": "invalid_training_file",
+        "message": "No job of the sweep has succeeded: no rows",
+    }
+    api.post(f"{PIPELINES}/{made['id']}/retry")
+    advance()
+    again = stage(api, made)
+    assert again["earlier"] == first
+    assert len({job["job_id"] for job in again["jobs"]} - {*first}) == 2
+
+
+def test_pausing_resuming_and_cancelling_a_pipeline_concern_all_jobs_of_a_sweep(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api).json()
+    advance()
+    for job in stage(api, made)["jobs"]:
+        change(house, job["job_id"], status="queued")
+    path = f"{PIPELINES}/{made['id']}"
+
+    api.post(f"{path}/pause")
+    assert {job["job_status"] for job in stage(api, made)["jobs"]} == {"paused"}
+    api.post(f"{path}/resume")
+    assert {job["job_status"] for job in stage(api, made)["jobs"]} == {"queued"}
+    api.post(f"{path}/cancel")
+    assert {job["job_status"] for job in stage(api, made)["jobs"]} == {"cancelled"}
+
+
+def test_a_sweep_whose_jobs_cannot_all_be_queued_starts_none_of_them(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    house.limit(queued_jobs=2)
+    made = create(api).json()
+
+    advance()
+
+    waiting = stage(api, made)
+    assert (waiting["status"], waiting["jobs"]) == ("waiting", [])
+    assert "queued" in waiting["note"]
+    with house.database.read() as session:
+        assert session.scalars(select(Job)).all() == []
+
+
+@pytest.mark.parametrize(
+    ("sweep", "param", "message"),
+    [
+        ({"over": {"rate": [1, 2]}}, "stages[0].sweep.over.rate", "there is no setting 'rate'"),
+        ({"over": {"seed": [1]}}, "stages[0].sweep", "'over' has 1 combinations; a sweep has 2 to 16"),
+        ({"over": {"seed": [*range(5)], "n_epochs": [1, 2, 3, 4]}}, "stages[0].sweep", "has 20 combinations"),
+        (
+            {"over": {"learning_rate": [1e-5, "fast"]}},
+            "stages[0].sweep.job.method.reinforcement.hyperparameters.advanced.optimizer.learning_rate",
+            "learning_rate",
+        ),
+        (
+            {"budget": {"amount": 5, "currency": "EUR"}},
+            "stages[0].sweep.budget.amount",
+            "this service has none",
+        ),
+    ],
+)
+def test_a_sweep_that_cannot_run_is_refused_by_its_parameter(
+    api: TestClient, sweep: dict[str, Any], param: str, message: str
+) -> None:
+    refused = create(api, **sweep)
+
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], message in error["message"]) == (param, True), error
+
+
+def test_a_sweep_of_jobs_without_rewards_or_common_rows_is_refused(api: TestClient) -> None:
+    job = request_of(api)
+    supervised = {**job, "method": {"type": "supervised"}}
+    split = {**job, "validation_file": None, "validation_split": 0.5}
+
+    of_method = create(api, job=supervised, over={"seed": [1, 2]}).json()["error"]
+    of_rows = create(api, job=split, over={"seed": [1, 2]}).json()["error"]
+
+    assert of_method["message"].startswith("A sweep needs a job with method 'reinforcement'")
+    assert of_rows["param"] == "stages[0].sweep.job.validation_split"
+
+
+def test_secrets_of_a_sweeps_grader_are_not_shown(api: TestClient) -> None:
+    headers = {"authorization": "Bearer of-the-user"}
+    server = {"type": "endpoint", "name": "mine", "url": "https://grader.example/", "headers": headers}
+    job = request_of(api, {"grader": server})
+
+    shown = create(api, job=job).text
+
+    assert "of-the-user" not in shown
