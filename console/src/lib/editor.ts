@@ -46,7 +46,7 @@ const raised = StateField.define<DecorationSet>({
 const colors = HighlightStyle.define([
   { tag: [tags.propertyName, tags.keyword, tags.definition(tags.function(tags.variableName))], color: "var(--accent-text)" },
   { tag: [tags.string, tags.special(tags.string)], color: "var(--good)" },
-  { tag: [tags.number, tags.bool, tags.null], color: "var(--violet)" },
+  { tag: [tags.number, tags.bool, tags.null], color: "var(--series-4)" },
   { tag: tags.comment, color: "var(--text-3)", fontStyle: "italic" },
 ]);
 
