@@ -369,6 +369,26 @@ def test_a_tuned_model_is_tried_beside_its_base_on_a_row_of_the_validation(
     readable_on_a_telephone(logged_in)
 
 
+def test_the_rows_of_any_method_are_offered_as_questions_of_their_user(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    job = server.client().fine_tuning.jobs.retrieve(finished)
+    asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "is it red"}]
+    looked_up = [{"role": "user", "content": "how warm"}, {"role": "tool", "content": "21 degrees"}]
+    rows = [{"input": {"messages": asked}}, {"messages": looked_up}, {"messages": [None]}]
+    logged_in.route(
+        f"**/files/{job.validation_file}/content",
+        lambda route: route.fulfill(body="".join(json.dumps(row) + "\n" for row in rows)),
+    )
+    logged_in.goto(f"/#/models/{job.fine_tuned_model}")
+    box = logged_in.get_by_role("region", name="Try it")
+
+    expect(box.get_by_role("button", name="is it red")).to_be_visible()
+    expect(box.locator(".example")).to_have_text(["is it red", "how warm"])
+    box.get_by_role("button", name="is it red").click()
+    expect(box.get_by_text("With the 1 message before it in the row.")).to_be_visible()
+
+
 def test_the_arena_has_two_models_answer_side_by_side(
     logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
 ) -> None:
