@@ -305,6 +305,21 @@ def test_a_key_that_only_reads_manages_nothing(page: Page, server: Server, finis
     page.get_by_role("region", name="Usage", exact=True).wait_for()
 
 
+def test_a_file_is_profiled_once(logged_in: Page, server: Server) -> None:
+    made = server.client().files.create(file=("once.jsonl", rows(["x"])), purpose="fine-tune")
+    asked: list[str] = []
+    logged_in.on("request", lambda request: asked.append(request.url))
+    logged_in.clock.install()
+    logged_in.goto(f"/#/files/{made.id}")
+    logged_in.get_by_role("region", name="First rows").wait_for()
+    logged_in.clock.run_for(500)
+    profiled(logged_in)
+
+    logged_in.clock.run_for(5000)
+
+    assert len([url for url in asked if url.endswith("/profile")]) == 1
+
+
 def test_a_refused_deletion_is_shown(
     logged_in: Page, server: Server, watched: tuple[BrowserContext, Watched]
 ) -> None:
