@@ -5,7 +5,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.console.conftest import Accessible, Watched, readable_on_a_telephone
 from tests.e2e.conftest import Server
-from tests.present import untyped
+from tests.present import present, untyped
 
 pytestmark = pytest.mark.slow
 
@@ -54,11 +54,13 @@ def test_the_grader_of_a_job_is_audited_from_the_list(
 
     expect(logged_in.get_by_role("heading", level=1)).to_have_text("m")
     expect(logged_in.get_by_role("region", name="Parts of the grader")).to_contain_text("close")
+    word = logged_in.get_by_role("region", name="Verdict").locator(".badge").text_content()
     logged_in.get_by_role("navigation", name="Path").get_by_role("link", name="Grader audits").click()
     row = (
         logged_in.get_by_role("region", name="Audits of graders").locator("tr", has_text="train.jsonl").first
     )
     expect(row).to_contain_text("completed")
+    expect(row).to_contain_text(present(word))
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
 
