@@ -48,7 +48,7 @@ def test_the_grader_of_a_job_is_audited_from_the_list(
     logged_in: Page, finished: str, accessible: Accessible
 ) -> None:
     logged_in.get_by_role("navigation", name="Pages").get_by_role("link", name="Grader audits").click()
-    logged_in.get_by_label("Grader", exact=True).select_option("of the job finished")
+    logged_in.get_by_label("Grader", exact=True).select_option(finished)
     expect(logged_in.locator("#audited-file option:checked")).to_have_text("train.jsonl")
     logged_in.get_by_role("button", name="Start the audit").click()
 
