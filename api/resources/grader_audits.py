@@ -29,7 +29,7 @@ from core.asgi import until_gone
 from core.database.tables import GraderAudit, Project
 from core.errors import InvalidRequest
 from core.results import background, grader_audits
-from core.results.grader_audit_report import GraderAuditReport
+from core.results.grader_audit_report import GraderAuditReport, Outcome
 from core.retry import RetryPolicy
 from core.storage import files
 from core.tenancy import tenants
@@ -99,6 +99,9 @@ class GraderAuditOut(BaseModel):
     request: dict[str, Any]
     version: Annotated[str, Field(description="SHA-256 of the specification.")]
     progress: GraderAuditProgressOut
+    verdict: Annotated[
+        Outcome | None, Field(description="Of the report, once it is completed; lists have it, too.")
+    ]
     report: Annotated[
         GraderAuditReport | None, Field(description="Once it is completed; lists leave it out.")
     ]
@@ -115,6 +118,7 @@ class GraderAuditOut(BaseModel):
             request=row.request,
             version=row.version,
             progress=GraderAuditProgressOut(**row.progress),
+            verdict=None if row.report is None else row.report["verdict"],
             report=None
             if row.report is None or not with_report
             else grader_audits.REPORT.validate_python(row.report),

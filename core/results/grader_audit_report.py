@@ -620,7 +620,7 @@ def _cautions(audit: GraderAuditReport) -> list[Finding]:
             )
         )
     if much := [
-        one.kind
+        _words(one.kind)
         for one in audit.kinds
         if _is_free(one) and one.kind != OTHER and one.mean_earned is not None and one.mean_earned > MUCH
     ]:
@@ -705,20 +705,25 @@ def _of_parts(audit: GraderAuditReport) -> list[Finding]:
 
 def _notes(audit: GraderAuditReport) -> list[str]:
     return [
-        f"{one.kind} passes on {one.passed} of {one.answers} rows, as with most graders that read an answer out of a "
-        "text."
+        f"Answers of the kind {_words(one.kind)} pass on {one.passed} of {one.answers} rows, as with most graders that "
+        "read an answer out of a text."
         for one in audit.kinds
         if one.kind in NOTED and one.share is not None and one.share["expected"] > HOLE
     ]
 
 
 def _holes(audit: GraderAuditReport, *, knows: bool) -> list[str]:
-    """Kinds of wrong answers that pass on most rows."""
+    """Kinds of wrong answers that pass on most rows, in words."""
     return [
-        one.kind
+        _words(one.kind)
         for one in audit.kinds
         if one.expect == "low"
         and one.knows == knows
         and one.share is not None
         and one.share["expected"] > HOLE
     ]
+
+
+def _words(kind: str) -> str:
+    """A kind of probe in a sentence: its name has underscores."""
+    return kind.replace("_", " ")

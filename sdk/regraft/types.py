@@ -326,6 +326,8 @@ class GraderAudit(BaseModel):
     version: str
     """SHA-256 of the specification."""
     progress: GraderAuditProgress
+    verdict: Literal["go", "caution", "unknown", "stop"] | None = None
+    """Of the report, once it is completed; lists have it, too."""
     report: GraderAuditReport | None = None
     """Once it is completed; lists leave it out."""
     error: RunError | None = None

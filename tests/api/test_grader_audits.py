@@ -110,7 +110,7 @@ def test_an_audit_is_stored_with_its_report(web: httpx.Client, file: str) -> Non
 
     report = made["report"]
     assert report["verdict"] == "stop"
-    assert "all_labels" in report["sentence"]
+    assert "all labels" in report["sentence"]
     assert report["coverage"] == {
         "rows": 12,
         "of_rows": 12,
@@ -120,7 +120,9 @@ def test_an_audit_is_stored_with_its_report(web: httpx.Client, file: str) -> Non
         "is_complete": True,
     }
     assert made["progress"]["graded"] == made["progress"]["of"] == report["answers"]
-    assert [(one["id"], one["report"]) for one in web.get(AUDITS).json()["data"]] == [(made["id"], None)]
+    [listed] = web.get(AUDITS).json()["data"]
+    assert listed == made | {"report": None}
+    assert listed["verdict"] == "stop"
 
 
 def test_a_strict_grader_goes(web: httpx.Client, file: str) -> None:
@@ -144,7 +146,7 @@ def test_a_template_says_how_right_answers_are_written(web: httpx.Client, file: 
     )["report"]
 
     assert report["false_negatives"]["wrong"] == 0
-    assert "other_reference" in report["sentence"]
+    assert "other reference" in report["sentence"]
 
 
 @pytest.mark.parametrize(

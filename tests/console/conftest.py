@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, ViewportSize, expect, sync_playwright
 
 from tests.e2e.conftest import Server, start_server, tiny_model
 from tests.e2e.test_openai_client import GRADER
@@ -26,6 +26,7 @@ expect.set_options(timeout=60_000)  # on a busy machine
 
 Accessible = Callable[[Page], None]
 
+TELEPHONE: ViewportSize = {"width": 390, "height": 844}
 HOSTILE = '<script>document.title = "taken"</script><img src=x onerror=alert(1)> it\'s \u202egnikool'
 QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat"]
 
@@ -151,7 +152,9 @@ def log_in(page: Page, key: str) -> None:
 
 @pytest.fixture
 def accessible(request: pytest.FixtureRequest) -> Callable[[Page], None]:
-    """Assert that axe finds no violation on the page. It is run by the debugger, not as a script of the page.
+    """Assert that axe finds no violation on the page, here and on a telephone.
+
+    It is run by the debugger, not as a script of the page.
 
     With a folder in REGRAFT_SCREENSHOTS (`make screenshots`) a picture of the whole page is written there, too.
     """
@@ -163,8 +166,15 @@ def accessible(request: pytest.FixtureRequest) -> Callable[[Page], None]:
             pictures += 1
             name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
             page.screenshot(path=Path(folder) / f"{name}-{pictures}.png", full_page=True)
-        found: Any = page.evaluate(f"async () => {{ {AXE.read_text()}; return await axe.run(document); }}")
-        assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+        before = page.viewport_size
+        assert before is not None
+        for size in (before, TELEPHONE):
+            page.set_viewport_size(size)
+            found: Any = page.evaluate(
+                f"async () => {{ {AXE.read_text()}; return await axe.run(document); }}"
+            )
+            assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == [], size
+        page.set_viewport_size(before)
 
     return check
 

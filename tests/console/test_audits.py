@@ -5,7 +5,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.console.conftest import Accessible, Watched, readable_on_a_telephone
 from tests.e2e.conftest import Server
-from tests.present import untyped
+from tests.present import present, untyped
 
 pytestmark = pytest.mark.slow
 
@@ -48,17 +48,19 @@ def test_the_grader_of_a_job_is_audited_from_the_list(
     logged_in: Page, finished: str, accessible: Accessible
 ) -> None:
     logged_in.get_by_role("navigation", name="Pages").get_by_role("link", name="Grader audits").click()
-    logged_in.get_by_label("Grader", exact=True).select_option("of the job finished")
+    logged_in.get_by_label("Grader", exact=True).select_option(finished)
     expect(logged_in.locator("#audited-file option:checked")).to_have_text("train.jsonl")
     logged_in.get_by_role("button", name="Start the audit").click()
 
     expect(logged_in.get_by_role("heading", level=1)).to_have_text("m")
     expect(logged_in.get_by_role("region", name="Parts of the grader")).to_contain_text("close")
+    word = logged_in.get_by_role("region", name="Verdict").locator(".badge").text_content()
     logged_in.get_by_role("navigation", name="Path").get_by_role("link", name="Grader audits").click()
     row = (
         logged_in.get_by_role("region", name="Audits of graders").locator("tr", has_text="train.jsonl").first
     )
     expect(row).to_contain_text("completed")
+    expect(row).to_contain_text(present(word))
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
 

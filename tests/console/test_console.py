@@ -196,13 +196,27 @@ def test_the_values_of_a_chart_are_saved_as_csv(logged_in: Page, finished: str) 
     assert len(lines) == 1 + int(chart.get_attribute("data-points") or 0)
 
 
-def test_a_job_that_is_not_here_has_a_page_that_says_so(
-    logged_in: Page, watched: tuple[BrowserContext, Watched], accessible: Accessible
+@pytest.mark.parametrize(
+    ("place", "thing"),
+    [
+        ("jobs/ftjob-nothing", "job"),
+        ("files/file-nothing", "file"),
+        ("models/nothing", "model"),
+        ("pipelines/ftpipe-nothing", "pipeline"),
+    ],
+)
+def test_what_is_not_here_has_a_page_that_says_so_once(
+    logged_in: Page,
+    watched: tuple[BrowserContext, Watched],
+    place: str,
+    thing: str,
+    accessible: Accessible,
 ) -> None:
     watched[1].expected.append("404")
-    logged_in.goto("/#/jobs/ftjob-nothing")
+    logged_in.goto(f"/#/{place}")
 
-    expect(logged_in.get_by_role("heading", level=1)).to_have_text("This job is not here")
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text(f"This {thing} is not here")
+    expect(logged_in.get_by_text(place.split("/")[1])).to_have_count(1)
     accessible(logged_in)
 
 
@@ -300,7 +314,7 @@ def test_blanks_at_the_ends_of_an_answer_are_marked_and_copied_as_they_are(
     assert shown.evaluate("pre => pre.textContent") == "  four\n"
     marks = "pre => [...pre.querySelectorAll('[data-mark]')].map(one => one.dataset.mark).join('')"
     assert shown.evaluate(marks) == "··↵"
-    assert logged_in.locator("tbody .answer").first.evaluate(marks) == "··↵"
+    assert logged_in.locator("tbody tr[aria-selected] .cut").first.evaluate(marks) == "··↵"
 
 
 def test_only_the_rollouts_in_sight_are_in_the_page(logged_in: Page, long_job: str) -> None:

@@ -268,7 +268,7 @@ def test_a_key_is_created_rotated_and_revoked(logged_in: Page, server: Server) -
     logged_in.get_by_label("Scope").select_option("read")
     logged_in.get_by_label("Expires after days").fill("7")
     logged_in.get_by_role("button", name="Create key").click()
-    value = logged_in.locator(".value")
+    value = logged_in.locator(".secret")
     first = value.inner_text()
     assert server.client(api_key=first).models.list().data
     row = logged_in.get_by_role("region", name="Keys of the project").locator("tr", has_text="for a test")
@@ -303,6 +303,35 @@ def test_a_key_that_only_reads_manages_nothing(page: Page, server: Server, finis
     open_page(page, "Usage")
     expect(page.get_by_text("need a key with the scope “admin”")).to_be_visible()
     page.get_by_role("region", name="Usage", exact=True).wait_for()
+
+
+def test_the_list_of_files_names_the_jobs_that_use_them(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    job = server.client().fine_tuning.jobs.retrieve(finished)
+    files = {job.training_file: "training", job.validation_file: "validation", job.result_files[0]: "results"}
+
+    open_page(logged_in, "Files")
+
+    for file, role in files.items():
+        row = logged_in.locator("tr", has=logged_in.locator(f'a[href$="{file}"]'))
+        expect(row).to_contain_text(f"{role} of finished")
+        expect(row).not_to_contain_text(str(file))
+
+
+def test_a_file_is_profiled_once(logged_in: Page, server: Server) -> None:
+    made = server.client().files.create(file=("once.jsonl", rows(["x"])), purpose="fine-tune")
+    asked: list[str] = []
+    logged_in.on("request", lambda request: asked.append(request.url))
+    logged_in.clock.install()
+    logged_in.goto(f"/#/files/{made.id}")
+    logged_in.get_by_role("region", name="First rows").wait_for()
+    logged_in.clock.run_for(500)
+    profiled(logged_in)
+
+    logged_in.clock.run_for(5000)
+
+    assert len([url for url in asked if url.endswith("/profile")]) == 1
 
 
 def test_a_refused_deletion_is_shown(
@@ -367,6 +396,26 @@ def test_a_tuned_model_is_tried_beside_its_base_on_a_row_of_the_validation(
         expect(box.get_by_test_id(f"try-{at}")).to_have_text(present(text))
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
+
+
+def test_the_rows_of_any_method_are_offered_as_questions_of_their_user(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    job = server.client().fine_tuning.jobs.retrieve(finished)
+    asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "is it red"}]
+    looked_up = [{"role": "user", "content": "how warm"}, {"role": "tool", "content": "21 degrees"}]
+    rows = [{"input": {"messages": asked}}, {"messages": looked_up}, {"messages": [None]}]
+    logged_in.route(
+        f"**/files/{job.validation_file}/content",
+        lambda route: route.fulfill(body="".join(json.dumps(row) + "\n" for row in rows)),
+    )
+    logged_in.goto(f"/#/models/{job.fine_tuned_model}")
+    box = logged_in.get_by_role("region", name="Try it")
+
+    expect(box.get_by_role("button", name="is it red")).to_be_visible()
+    expect(box.locator(".example")).to_have_text(["is it red", "how warm"])
+    box.get_by_role("button", name="is it red").click()
+    expect(box.get_by_text("With the 1 message before it in the row.")).to_be_visible()
 
 
 def test_the_arena_has_two_models_answer_side_by_side(
@@ -471,7 +520,7 @@ def test_an_endpoint_of_webhooks_is_created_tested_and_deleted(
         logged_in.get_by_label("fine_tuning.job.succeeded").check()
         logged_in.get_by_role("button", name="Create endpoint").click()
         expect(logged_in.get_by_role("heading", name="The secret of “mine”")).to_be_visible()
-        assert logged_in.locator(".value").inner_text().startswith("whsec_")
+        assert logged_in.locator(".secret").inner_text().startswith("whsec_")
         accessible(logged_in)
         readable_on_a_telephone(logged_in)
 

@@ -193,7 +193,7 @@ class TestVerdict:
         found = of(*scored(), *thought)
 
         assert found.verdict == "caution"
-        assert "right_only_in_thought" in found.sentence
+        assert "right only in thought" in found.sentence
 
     def test_what_most_graders_pay_is_a_note(self) -> None:
         negated = [
@@ -203,7 +203,7 @@ class TestVerdict:
         found = of(*scored(), *negated)
 
         assert found.verdict == "go"
-        assert "negated_reference passes on 20 of 20 rows" in found.notes[0]
+        assert "negated reference pass on 20 of 20 rows" in found.notes[0]
 
     def test_right_answers_that_fail_stop(self) -> None:
         assert "20 of 20 right answers do not pass" in of(*scored(right=0.0)).sentence

@@ -2,8 +2,8 @@
 
 import { ApiError, events } from "./api";
 import type { Graded } from "./graders";
+import type { Message } from "./rows";
 
-export type Message = { role: string; content: unknown };
 export type Sampling = { temperature: number; seed: number; max_completion_tokens: number };
 export type Answer = {
   model: string;

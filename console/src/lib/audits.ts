@@ -3,7 +3,7 @@
 import { percent } from "./format";
 import type { GraderAudit, GraderAuditReport } from "./types";
 
-type Verdict = GraderAuditReport["verdict"];
+type Verdict = NonNullable<GraderAudit["verdict"]>;
 
 /** A sign and a word for each verdict, so that neither depends on color. */
 export const VERDICTS: Record<Verdict, { sign: string; kind: string; word: string }> = {

@@ -45,7 +45,7 @@ export function empty(): Draft {
 }
 
 /** The request that the form was filled with, with which its changes are compared. `id`: of the job that it created, or of nothing. */
-export type Origin = { name: string; id: string; request: Record<string, unknown> };
+type Origin = { name: string; id: string; request: Record<string, unknown> };
 
 /** `from`: the id of the job that the form clones. */
 export const form = $state<{ draft: Draft; from: string; origin: Origin | null }>({ draft: empty(), from: "", origin: null });
@@ -115,7 +115,7 @@ export async function clone(id: string): Promise<Draft> {
 type Asked = { grader?: unknown; hyperparameters?: unknown; response_format?: unknown } & Record<string, unknown>;
 
 /** The form of a request; fields that it does not show are in `rest`. */
-export function draftOf(request: Record<string, unknown>): Draft {
+function draftOf(request: Record<string, unknown>): Draft {
   const { model, training_file, validation_file, validation_split, method, suffix, seed, budget, ...rest } = request;
   const type = (method as { type: MethodName }).type;
   const { grader, hyperparameters, response_format, ...methodRest } = (method as Record<string, Asked | undefined>)[type] ?? {};

@@ -16,7 +16,7 @@ import type { Schemas } from "./schema";
 
 export type Language = "json" | "python";
 /** What an editor shows. `description` is the text that a screen reader reads after the label. */
-export type Shown = { language: Language; text: string; label: string; description: string; isInvalid: boolean };
+type Shown = { language: Language; text: string; label: string; description: string; isInvalid: boolean };
 /** What completion offers: the schemas of graders, and the fields of the rows. */
 export type Offers = { schemas: () => Promise<Schemas>; fields: () => string[] };
 export type Editor = { update: (shown: Shown) => void; show: (line: number) => void; destroy: () => void };
@@ -46,7 +46,7 @@ const raised = StateField.define<DecorationSet>({
 const colors = HighlightStyle.define([
   { tag: [tags.propertyName, tags.keyword, tags.definition(tags.function(tags.variableName))], color: "var(--accent-text)" },
   { tag: [tags.string, tags.special(tags.string)], color: "var(--good)" },
-  { tag: [tags.number, tags.bool, tags.null], color: "var(--violet)" },
+  { tag: [tags.number, tags.bool, tags.null], color: "var(--series-4)" },
   { tag: tags.comment, color: "var(--text-3)", fontStyle: "italic" },
 ]);
 
@@ -228,7 +228,7 @@ export function mount(host: HTMLElement, shown: Shown, offers: Offers, onchange:
   let current = shown;
 
   const named = (one: Shown): Extension =>
-    EditorView.contentAttributes.of({ "aria-label": one.label, "aria-description": one.description, "aria-invalid": String(one.isInvalid), spellcheck: "false", autocapitalize: "off" });
+    EditorView.contentAttributes.of({ tabindex: "0", "aria-label": one.label, "aria-description": one.description, "aria-invalid": String(one.isInvalid), spellcheck: "false", autocapitalize: "off" });
 
   const languages: Record<Language, () => Extension> = {
     json: () => [json(), jsonLanguage.data.of({ autocomplete: (context: CompletionContext) => complete(context, offers) })],

@@ -69,3 +69,6 @@ export function shellWord(text: string): string {
 
 /** What a job is called: its own name, or what it does. */
 export const jobName = (job: Job): string => job.user_provided_suffix ?? `${job.method.type} on ${job.model}`;
+
+/** A job in a list to choose from, where several may have its name. */
+export const jobTitle = (job: Job): string => `${jobName(job)}, ${when(job.created_at)}, ${job.status}`;

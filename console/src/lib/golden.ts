@@ -10,7 +10,7 @@ export type Range = { min: number | null; max: number | null };
 
 const AT_ONCE_CHARACTERS = 1 << 20; // of JSON in one request
 
-export const SHORT = 8;
+const SHORT = 8;
 export const short = (version: string): string => version.slice(0, SHORT);
 export const pathOf = (name: string): string => `/regraft/graders/${encodeURIComponent(name)}`;
 

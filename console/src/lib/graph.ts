@@ -2,7 +2,7 @@
 
 import type { Stage } from "./types";
 
-export type Box = { stage: Stage; x: number; y: number };
+type Box = { stage: Stage; x: number; y: number };
 export type Graph = { boxes: Box[]; lines: [Box, Box][]; width: number; height: number };
 
 export const WIDE = 150;

@@ -1,6 +1,6 @@
 /** The place of the page, which is in the address after `#`: `#/jobs/ftjob-1/rollouts?step=3`. */
 
-export type Route = { parts: string[]; query: URLSearchParams };
+type Route = { parts: string[]; query: URLSearchParams };
 
 function read(): Route {
   const [path = "", query = ""] = location.hash.replace(/^#\/?/, "").split("?");

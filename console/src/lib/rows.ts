@@ -15,17 +15,20 @@ export function parseRow(text: string, line: number): Row {
   }
 }
 
-type Message = { role?: unknown; content?: unknown; tool_calls?: unknown } | null;
+export type Message = { role: string; content: unknown; tool_calls?: unknown };
 
-function messagesOf(item: Record<string, unknown>): Message[] {
+const isMessage = (value: unknown): boolean => typeof value === "object" && value !== null;
+
+/** The messages of a row of any format; none of a row whose messages are no list of objects. */
+export function messagesOf(item: Record<string, unknown>): Message[] {
   const input = item.input as { messages?: unknown } | null | undefined;
   const messages = item.messages ?? input?.messages;
-  return Array.isArray(messages) ? (messages as Message[]) : [];
+  return Array.isArray(messages) && messages.every(isMessage) ? (messages as Message[]) : [];
 }
 
 /** The last message that is not an answer, of any format of rows. */
 export function promptOf(item: Record<string, unknown>): string {
-  return contentOf(messagesOf(item).filter((message) => message?.role !== "assistant").at(-1)?.content);
+  return contentOf(messagesOf(item).filter((message) => message.role !== "assistant").at(-1)?.content);
 }
 
 /** The answers that a row has: the last message of a supervised one, both of a preference. */

@@ -6,7 +6,7 @@ import type { Graded } from "./graders";
 export type Case = { id: string; label: string; answer: string; item: Record<string, unknown>; before: number | null; group: string; rolloutId: string | null };
 export type Result = { case: Case; graded: Graded };
 
-export type Bin = { low: number; high: number; count: number };
+type Bin = { low: number; high: number; count: number };
 
 /** Counts of the scores in ten bins; the first ends below, the last includes its upper bound. */
 export function histogram(scores: number[]): Bin[] {
