@@ -133,7 +133,7 @@ def comment_at(lines: list[str], node: ast.stmt) -> str:
     assert node.end_lineno is not None
     behind = lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[2].strip()
     text = " ".join(filter(None, [*above, behind]))
-    return re.sub(r"docs/howto/([\w-]+)\.md(#[\w-]+)?", r"[\1](../howto/\1.md\2)", text)
+    return re.sub(r"docs/(howto|explain)/([\w-]+)\.md(#[\w-]+)?", r"[\2](../\1/\2.md\3)", text)
 
 
 def kind_of(node: ast.AnnAssign) -> str:

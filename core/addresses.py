@@ -48,7 +48,7 @@ def plain_host(text: str) -> str:
     return host
 
 
-def check_url(url: str) -> None:
+def check_host_and_port(url: str) -> None:
     """Raise ValueError unless a URL has a host, and a port only of 1 to 65535. The message has nothing of the URL."""
     authority = re.split("[/?#]", url.partition("://")[2])[0]
     address = authority.rpartition("@")[2]
@@ -58,17 +58,21 @@ def check_url(url: str) -> None:
         plain_host(address)
 
 
-def _http_url(url: str) -> str:
+def check_http_url(url: str) -> None:
+    """Raise PydanticCustomError unless this is a URL of HTTP whose host and port a client can use."""
     if not re.fullmatch(r"https?://[^\s/]+\S*", url):
         raise PydanticCustomError("url", "must be a URL such as http://host:8100")
     try:
-        check_url(url)
+        check_host_and_port(url)
     except ValueError as problem:
         raise PydanticCustomError("url", "{problem}", {"problem": f"host and port: {problem}"}) from None
+
+
+def _http_url(url: str) -> str:
+    check_http_url(url)
     return url
 
 
-# A URL of HTTP whose host and port a client can use.
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 HttpUrlOrEmpty = Annotated[str, AfterValidator(lambda url: url and _http_url(url))]
 
@@ -135,7 +139,7 @@ def check_redis_url(url: str) -> None:
 
     Unusable is an option that one of the clients refuses or ignores.
     """
-    check_url(url)
+    check_host_and_port(url)
     parts = urlsplit(url)
     if not re.fullmatch(r"/?\d{0,9}", parts.path):
         raise ValueError("the path must be the number of a database, as in redis://host:6379/0")

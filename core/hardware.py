@@ -63,7 +63,7 @@ class GpuClass(BaseModel):
 class Hardware(BaseModel):
     """The content of the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpu_classes: dict[str, GpuClass] = Field(default_factory=dict)
     # Price of a GPU-second and its currency (ISO 4217). Unset: no costs are shown and budgets cannot be in money.

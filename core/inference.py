@@ -4,16 +4,15 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from core.addresses import HttpUrl
+from core.addresses import check_http_url
 from core.errors import InvalidRequest, NotReady
 from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import is_away
 
 ALL_OTHERS = "*"
-_URL = TypeAdapter(HttpUrl)
 _EXAMPLE = "http://host:8100/v1"
 
 
@@ -36,10 +35,12 @@ def _checked(value: Any) -> Any:
 
 
 def _problem(url: Any) -> str | None:
+    if not isinstance(url, str):
+        return "must be text"
     try:
-        _URL.validate_python(url)
-    except ValidationError as invalid:
-        return invalid.errors()[0]["msg"]
+        check_http_url(url)
+    except PydanticCustomError as invalid:
+        return invalid.message()
     return None
 
 

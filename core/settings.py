@@ -89,8 +89,8 @@ class Settings(BaseSettings):
     models_file: Path | None = None
     # Judge models and the hosts that endpoint graders may call (docs/howto/graders.md). Unset: neither.
     graders_file: Path | None = None
-    # TOML file of the GPUs of each class and their price (docs/reference/settings.md#the-hardware-file), the same for
-    # the API and all workers, read again when it has changed. Unset: neither is known.
+    # TOML file of the GPUs of each class and their price (see The hardware file), the same for the API and all
+    # workers, read again when it has changed. Unset: neither is known.
     hardware_file: Path | None = None
     # Folder of the environments of python graders (`regraft-server environments build`, docs/howto/graders.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
@@ -311,7 +311,7 @@ class Settings(BaseSettings):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _is_no_word_of_a_shell(cls, value: Any, field: ValidationInfo) -> Any:
+    def _check_paths(cls, value: Any, field: ValidationInfo) -> Any:
         try:
             if field.field_name == "blob_url":
                 check_folder_or_url(value)

@@ -43,9 +43,16 @@ def sequential_low(values_N: Sequence[float], looks: int) -> float | None:
     tail = ALARM_LEVEL / max(1, looks)
     if number < max(2, math.ceil(-math.log2(tail))):
         return None
+    mean, error = _mean_and_error(values_N)
+    return mean - student(number - 1, tail) * error
+
+
+def _mean_and_error(values_N: Sequence[float]) -> tuple[float, float]:
+    """The mean of at least two values and its standard error."""
+    number = len(values_N)
     mean = math.fsum(values_N) / number
     variance = math.fsum((value - mean) ** 2 for value in values_N) / (number - 1)
-    return mean - student(number - 1, tail) * math.sqrt(variance / number)
+    return mean, math.sqrt(variance / number)
 
 
 def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
@@ -53,11 +60,10 @@ def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dic
     graded = [(a, b) for a, b in pairs if a is not None and b is not None]
     number = len(graded)
     differences = [0.0 if equal(a, b) else b - a for a, b in graded]
-    mean = sum(differences) / number if number else None
+    mean = differences[0] if number == 1 else None
     low = high = error = None
-    if mean is not None and number > 1:
-        variance = sum((value - mean) ** 2 for value in differences) / (number - 1)
-        error = math.sqrt(variance / number)
+    if number > 1:
+        mean, error = _mean_and_error(differences)
         half = student(number - 1) * error
         low, high = mean - half, mean + half
     return {

@@ -4,7 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fastapi.responses import StreamingResponse
+
 from core.errors import RangeNotSatisfiable
+
+# Headers of a content that is made while it is sent, and may differ at the next request.
+NO_RANGES = {"accept-ranges": "none"}
 
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
 
@@ -54,3 +59,25 @@ def requested_part(header: str | None, size: int, *, if_range: str | None, etag:
     if start >= end:
         raise RangeNotSatisfiable(size)
     return ByteRange(start, end, size)
+
+
+def ranged_response(
+    whole: Iterator[bytes],
+    part: ByteRange | None,
+    *,
+    size: int,
+    etag: str,
+    media_type: str,
+    disposition: str,
+) -> StreamingResponse:
+    """Send the requested part of a content of `size` bytes, or all of it.
+
+    Args:
+        etag: in quotes, and another one for each other content, so that parts of two are never joined.
+    """
+    headers = {"accept-ranges": "bytes", "etag": etag, "content-disposition": disposition}
+    if part is None:
+        headers["content-length"] = str(size)
+        return StreamingResponse(whole, media_type=media_type, headers=headers)
+    headers |= {"content-length": str(part.end - part.start), "content-range": part.content_range}
+    return StreamingResponse(part.of(whole), status_code=206, media_type=media_type, headers=headers)

@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from api.http.deps import CurrentProject, ServiceDep
+from api.http.openapi import refusals
+from api.http.ranges import ByteRange, ranged_response, requested_part
 from core.results import export
 
 router = APIRouter(prefix="/regraft/checkpoints", tags=["regraft"])
@@ -16,24 +18,34 @@ ARCHIVE: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/{checkpoint_id}/archive", response_class=StreamingResponse, responses=ARCHIVE)
+@router.get("/{checkpoint_id}/archive", response_class=StreamingResponse, responses=ARCHIVE | refusals(416))
 async def download_checkpoint(
-    checkpoint_id: str, project: CurrentProject, service: ServiceDep
+    checkpoint_id: str, request: Request, project: CurrentProject, service: ServiceDep
 ) -> StreamingResponse:
-    """Download the adapter in PEFT format, its tokenizer, a model card and reproduce.json, as an uncompressed tar."""
+    """Download the adapter in PEFT format, its tokenizer, a model card and reproduce.json, as an uncompressed tar.
 
-    def gather() -> export.TakeHome:
+    `Range` requests a part of it, and `If-Range` with the `etag` of an earlier answer the whole of an archive that
+    changed since, as its model card does with the name of the model.
+    """
+    asked = request.headers
+
+    def gather() -> tuple[export.TakeHome, ByteRange | None]:
         with service.database.read() as session:
             checkpoint = export.of_project(session, project.id, checkpoint_id)
         home = export.gather(service.database, service.blobs, service.registry, checkpoint)
+        part = requested_part(
+            asked.get("range"), home.tar_bytes, if_range=asked.get("if-range"), etag=f'"{home.sha256}"'
+        )
         export.check(home, service.blobs, checkpoint_id)
-        return home
+        return home, part
 
     # It reads the whole checkpoint, and no project may take all threads with that.
-    home = await service.admission.file_reads.in_thread(project.id, gather)
-    chunks = home.tar(service.blobs)
-    headers = {
-        "content-length": str(home.tar_bytes),
-        "content-disposition": f'attachment; filename="{home.folder}.tar"',
-    }
-    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+    home, part = await service.admission.file_reads.in_thread(project.id, gather)
+    return ranged_response(
+        home.tar(service.blobs),
+        part,
+        size=home.tar_bytes,
+        etag=f'"{home.sha256}"',
+        media_type="application/x-tar",
+        disposition=f'attachment; filename="{home.folder}.tar"',
+    )

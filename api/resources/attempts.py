@@ -7,6 +7,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from api.http.deps import CurrentProject, ReadSession, ServiceDep
+from api.http.ranges import NO_RANGES
 from api.http.shapes import Listing
 from core.database.tables import Attempt
 from core.jobs import lifecycle, run_logs
@@ -56,4 +57,4 @@ def read_logs(
     """Return the logs of the job's runs as text, oldest first: the last 256 KiB of each attempt."""
     job = lifecycle.get(session, project.id, job_id)
     content = run_logs.read(service.blobs, project.id, lifecycle.attempts(session, job.id))
-    return StreamingResponse(content, media_type="text/plain; charset=utf-8")
+    return StreamingResponse(content, media_type="text/plain; charset=utf-8", headers=NO_RANGES)

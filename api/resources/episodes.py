@@ -22,6 +22,7 @@ from api.http.shapes import Body
 from api.resources.chat import ANSWERS, TIMEOUT, ChatCreate
 from core.asgi import UNBUFFERED, until_gone
 from core.chat import Message, Text
+from core.database.states import JOB
 from core.database.tables import Job
 from core.errors import EpisodeRefused, InvalidJobState, InvalidParameter, NotReady
 from core.jobs import episode_servers, lifecycle
@@ -253,7 +254,7 @@ async def _to_run(
             return episode_servers.of_job(session, job)
 
     run = await to_thread.run_sync(find)
-    if run is None or job.status not in episode_servers.LIVE:
+    if run is None or job.status not in JOB.running:
         message = f"The job {job.id} is {job.status}, so its episodes are over."
         raise EpisodeRefused(409, message, param=None, code="episode_over")
     if not run.url:  # a step ends after all its episodes

@@ -18,7 +18,7 @@ from api.http.idempotency import OnceOnly, OnceStreamed
 from api.http.json_responses import JSON
 from api.http.multipart import FormPart, TextField, receive
 from api.http.openapi import refusals
-from api.http.ranges import requested_part
+from api.http.ranges import ranged_response, requested_part
 from api.http.shapes import After, Deleted, EndedListing, ends
 from api.http.validation_errors import explain
 from core.database.engine import Work
@@ -171,17 +171,14 @@ def download_file(
     except files.FileDamaged as damage:
         raise ContentDamaged(str(damage)) from None
     media_type = "text/csv" if file.purpose == files.RESULTS else "application/octet-stream"
-    headers = {
-        "accept-ranges": "bytes",
-        "content-length": str(file.bytes),
-        "etag": etag,
-        "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
-    }
-    whole = chain([first], content)
-    if part is None:
-        return StreamingResponse(whole, media_type=media_type, headers=headers)
-    headers |= {"content-length": str(part.end - part.start), "content-range": part.content_range}
-    return StreamingResponse(part.of(whole), status_code=206, media_type=media_type, headers=headers)
+    return ranged_response(
+        chain([first], content),
+        part,
+        size=file.bytes,
+        etag=etag,
+        media_type=media_type,
+        disposition=f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
+    )
 
 
 def _row(service: Service, project: Project, file_id: str) -> File:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep
 from api.http.json_responses import JSON
+from api.http.ranges import NO_RANGES
 from api.http.shapes import After, Listing, Measured, SchemaOf
 from core.database.tables import RolloutPage
 from core.errors import InvalidRequest, NotFound
@@ -489,7 +490,7 @@ def download_rollouts(
     format: Literal["jsonl", "parquet"] = "jsonl",
 ) -> StreamingResponse:
     """Download all matching samples in one file."""
-    headers = {"content-disposition": f'attachment; filename="{job_id}-rollouts.{format}"'}
+    headers = NO_RANGES | {"content-disposition": f'attachment; filename="{job_id}-rollouts.{format}"'}
     if format == "jsonl":
         lines = _lines(service, pages, wanted)
         return StreamingResponse(lines, media_type="application/jsonl", headers=headers)

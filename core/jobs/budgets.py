@@ -23,7 +23,8 @@ class Price:
 
     @classmethod
     def of(cls, settings: Settings) -> "Price":
-        return cls(settings.hardware.price_per_gpu_second, settings.hardware.currency)
+        hardware = settings.hardware  # read once: the price and the currency of one version of the file
+        return cls(hardware.price_per_gpu_second, hardware.currency)
 
     def amount(self, gpu_seconds: float) -> dict[str, Any] | None:
         """{"amount", "currency"} for this number of GPU-seconds."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.database.states import JOB
 from core.database.tables import EpisodeServer, Job
 
 KEY_PREFIX = "episode-key-"
 _ID = re.compile(r"episode_(ftjob-[A-Za-z0-9]{1,58})_[0-9]{1,9}_[0-9]{1,9}")
-LIVE = ("running", "pausing")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def of_job(session: Session, job: Job) -> EpisodeRun | None:
     row = session.get(EpisodeServer, job.id)
     if row is None:
         return None
-    is_there = job.status in LIVE and row.epoch == job.epoch
+    is_there = job.status in JOB.running and row.epoch == job.epoch
     return EpisodeRun(row.url if is_there else "", row.secret)
 
 

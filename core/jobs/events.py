@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Select, delete, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.claims import Claim
 from core.database import pages
@@ -97,18 +97,18 @@ def metrics(session: Session, job_id: str) -> list[StepMetrics]:
 
 def valid_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
     """The row scores of this step's validation; None without one."""
-    scores: list[float | None] | None = session.scalar(
-        select(StepMetric.valid_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
-    )
-    return scores
+    return _scores(session, StepMetric.valid_scores, job_id, step)
 
 
 def shadow_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
     """The row scores of this step's validation by the shadow grader; None without one."""
-    scores: list[float | None] | None = session.scalar(
-        select(StepMetric.shadow_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
-    )
-    return scores
+    return _scores(session, StepMetric.shadow_scores, job_id, step)
+
+
+def _scores(
+    session: Session, column: InstrumentedAttribute[list[Any] | None], job_id: str, step: int
+) -> list[float | None] | None:
+    return session.scalar(select(column).where(StepMetric.job_id == job_id, StepMetric.step == step))
 
 
 def has_message(session: Session, job_id: str, message: str) -> bool:

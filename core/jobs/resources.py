@@ -51,14 +51,15 @@ def refuse_beyond(settings: Settings, gpu_class: str, gpus: int | None, nodes: i
     """
     if gpus is None and nodes is None:
         return
-    sizes = settings.hardware.of(gpu_class).sizes
+    known = settings.hardware.of(gpu_class)
+    sizes = known.sizes
     if sizes is None:
         raise InvalidRequest(
             f"Jobs of the class '{gpu_class}' have the GPUs of its workers, and cannot choose 'resources'. The "
             "operator can allow it with maxGpus and maxNodes of a pool of the dispatcher.",
             param="resources",
         )
-    least = settings.hardware.of(gpu_class).sampling_gpus + 1
+    least = known.sampling_gpus + 1
     if gpus is not None and not least <= gpus <= sizes.max_gpus:
         why = "" if least == 1 else f", of which {least - 1} only sample"
         raise InvalidRequest(

@@ -68,6 +68,13 @@ class TakeHome:
         sizes = [file.bytes for file in self.files] + [len(text) for text in self.texts.values()]
         return sum(512 + _rounded(size) for size in sizes) + 1024
 
+    @property
+    def sha256(self) -> str:
+        """Of the names and contents: equal for archives that are equal byte for byte."""
+        contents = [(file.name, file.sha256) for file in self.files]
+        texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in self.texts.items()]
+        return _digest([self.folder, contents, texts])
+
     def tar(self, blobs: BlobStore) -> Iterator[bytes]:
         """An uncompressed tar in chunks, never as a whole in memory.
 

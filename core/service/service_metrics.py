@@ -104,7 +104,7 @@ class ServiceCollector(SlowCollector):
 
     Args:
         defaults: limits of projects without their own.
-        gpu_class: of jobs that name none. It and those of the hardware have a queue, also before they have jobs.
+        default_classes: of jobs that name none. These and those of the hardware have a queue, also without jobs.
         hardware: returns that of now. For its classes that Kubernetes Jobs run KEDA reads a number: 0, not an error.
         fleet_models: base models with a rollout fleet, for which KEDA reads a number, too.
     """
@@ -113,7 +113,7 @@ class ServiceCollector(SlowCollector):
         self,
         database: Database,
         defaults: Limits = NO_LIMITS,
-        gpu_class: str | None = None,
+        default_classes: Collection[str] = (),
         hardware: Callable[[], Hardware] = lambda: NO_HARDWARE,
         fleet_models: Collection[str] = (),
         **options: Any,
@@ -121,7 +121,7 @@ class ServiceCollector(SlowCollector):
         super().__init__(**options)
         self.database = database
         self.defaults = defaults
-        self.gpu_class = gpu_class
+        self.default_classes = default_classes
         self.hardware = hardware
         self.fleet_models = fleet_models
 
@@ -131,7 +131,7 @@ class ServiceCollector(SlowCollector):
     def _figures(self) -> Iterator[Metric]:
         figures: list[Metric] = []
         hardware = self.hardware()
-        classes = {*hardware.gpu_classes, *([] if self.gpu_class is None else [self.gpu_class])}
+        classes = {*hardware.gpu_classes, *self.default_classes}
         try:
             with self.database.read() as session:
                 figures = [

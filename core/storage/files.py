@@ -292,9 +292,9 @@ def delete(work: Work, project_id: str, file_id: str) -> None:
 def in_use() -> ColumnElement[bool]:
     """True for a row of `files` that an unfinished job or eval run reads."""
     reads = (Job.training_file == File.id) | (Job.validation_file == File.id)
-    by_job = select(Job.seq).where(Job.status.not_in(JOB.final), reads).exists()
-    unfinished = EvalRun.status.in_(EVAL_RUN.unfinished)
-    return by_job | select(EvalRun.seq).where(unfinished, EvalRun.file_id == File.id).exists()
+    by_job = select(Job.seq).where(Job.status.in_(JOB.unfinished), reads).exists()
+    of_run = EvalRun.file_id == File.id
+    return by_job | select(EvalRun.seq).where(EvalRun.status.in_(EVAL_RUN.unfinished), of_run).exists()
 
 
 def _readable(project_id: str) -> ColumnElement[bool]:

@@ -185,9 +185,8 @@ def container_of(head: bytes) -> ForeignFormat | None:
     Args:
         head: the first bytes of the file, at least HEAD_BYTES of a longer one.
     """
-    for magic, container in _MAGIC:
-        if head.startswith(magic):
-            return _packed(container, head) or container
+    if (container := _of_magic(head)) is not None:
+        return _packed(container, head) or container
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
         return TAR
     encoding = encoding_of(head)
@@ -245,20 +244,23 @@ def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> Fore
 
 def first_rows(head: bytes) -> list[dict[str, Any]]:
     """The first rows in a file, by its start; empty: none is read without pyarrow, or none is complete."""
-    head = _uncompressed(head)
-    encoding = encoding_of(head)
-    text = head.decode(encoding, "ignore")
+    inside = _uncompressed(head)
+    is_cut = max(len(head), len(inside)) >= HEAD_BYTES
+    text = inside.decode(encoding_of(inside), "ignore")
     if (table := csv_layout(text)) is not None:
         body = text.lstrip("\r\n ").split("\n", table.lines_before + 1)[-1]
         cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter)
         try:
-            return [
-                {name: json_cell(name, cell) for name, cell in zip(table.columns, row, strict=False)}
-                for row in islice(cells, FIRST_ROWS)
-                if any(row)
-            ]
+            lines = list(islice(cells, FIRST_ROWS + 1))
         except csv.Error:
             return []
+        if is_cut:
+            lines = lines[:-1]  # it may lack its last cells
+        return [
+            {name: json_cell(name, cell) for name, cell in zip(table.columns, line, strict=False)}
+            for line in lines[:FIRST_ROWS]
+            if any(line)
+        ]
     rows: list[dict[str, Any]] = []
     decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
@@ -286,12 +288,13 @@ _OBJECT = re.compile(r"(?<![^\s,\[\ufeff}])\{")
 
 def _uncompressed(head: bytes) -> bytes:
     """The start of what a file compresses; the same bytes if it is not compressed, or not by Python."""
+    container = _of_magic(head)
     try:
-        if head.startswith(b"\x1f\x8b\x08"):
+        if container is GZIP:
             return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, HEAD_BYTES)
-        if head.startswith(b"\xfd7zXZ\x00"):
+        if container is XZ:
             return lzma.LZMADecompressor().decompress(head, HEAD_BYTES)
-        if head.startswith(b"BZh"):
+        if container is BZIP2:
             return bz2.BZ2Decompressor().decompress(head, HEAD_BYTES)
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
         return b""
@@ -314,6 +317,10 @@ _MAGIC: Sequence[tuple[bytes, ForeignFormat]] = (
 _TAR_AT = 257  # where a tar archive says that it is one
 
 
+def _of_magic(head: bytes) -> ForeignFormat | None:
+    return next((container for magic, container in _MAGIC if head.startswith(magic)), None)
+
+
 def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
     """The format inside of a compressed file that `regraft convert` cannot read; None: there is none.
 
@@ -321,7 +328,7 @@ def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
     """
     if container not in (GZIP, XZ, BZIP2) or not (inside := _uncompressed(head)):
         return None
-    if any(inside.startswith(magic) for magic, inner in _MAGIC if inner in (GZIP, XZ, BZIP2, ZSTD)):
+    if _of_magic(inside) in (GZIP, XZ, BZIP2, ZSTD):
         return TWICE
     found = container_of(inside)
     # A cut archive may have lost the rows after its white space.
@@ -472,10 +479,13 @@ def _calls_tools(row: Mapping[str, Any]) -> bool:
 
 def repeats_an_answer(row: Mapping[str, Any]) -> bool:
     """Whether messages is a conversation with an answer, in a row that has the answers chosen and rejected."""
+    return _ends_with_answer(row) and row.get("chosen") is not None and row.get("rejected") is not None
+
+
+def _ends_with_answer(row: Mapping[str, Any]) -> bool:
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    is_answered = isinstance(last, Mapping) and last.get("role") == "assistant"
-    return is_answered and row.get("chosen") is not None and row.get("rejected") is not None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def uses_functions(row: Mapping[str, Any]) -> bool:
@@ -492,10 +502,8 @@ def uses_functions(row: Mapping[str, Any]) -> bool:
 
 def _is_answered(row: Mapping[str, Any]) -> bool:
     """Whether a row with messages ends with an answer, or has one in a field."""
-    messages = row.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    ends_with_one = isinstance(last, Mapping) and last.get("role") == "assistant"
-    return ends_with_one or not {*ANSWERS, "chosen", "preferred_output"}.isdisjoint(map(str.lower, row))
+    has_one = not {*ANSWERS, "chosen", "preferred_output"}.isdisjoint(map(str.lower, row))
+    return has_one or _ends_with_answer(row)
 
 
 def _has_pair(row: Mapping[str, Any]) -> bool:

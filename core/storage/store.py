@@ -244,7 +244,7 @@ class BlobStore(Protocol):
             try:
                 self.delete(key)
             except Exception as cause:  # of any store's library
-                if outage(cause) is not None and not is_denied(cause):
+                if is_store_away(cause):
                     raise
                 causes[key] = cause
         return causes
@@ -313,7 +313,12 @@ class FailedCleanups:
 COUNTED.register(FailedCleanups("regraft_failed_cleanups"))
 
 
-def is_denied(cause: Exception) -> bool:
+def is_store_away(cause: Exception) -> bool:
+    """Whether an outage of the store is the cause, rather than that it refuses this object."""
+    return outage(cause) is not None and not _is_denied(cause)
+
+
+def _is_denied(cause: Exception) -> bool:
     """Whether the store refuses this: it may refuse one object and not the others."""
     return isinstance(cause, FolderDenied) or (hasattr(cause, "response") and s3_code(cause) in DENIED)
 
@@ -342,11 +347,11 @@ class FolderBlobs(BlobStore):
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
         path = self._path(key)
-        with _denied():
+        with _as_denied():
             return _FileWriter(key, path, self._temp, if_absent)
 
     def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        return _watched(_file_chunks(self._opened(key), chunk_size))
+        return _denials_of(_file_chunks(self._opened(key), chunk_size))
 
     def size(self, key: str) -> int:
         with self._opened(key) as file:
@@ -355,18 +360,18 @@ class FolderBlobs(BlobStore):
     def list(self, prefix: str) -> Iterator[str]:
         check_prefix(prefix)
         folder = prefix[: prefix.rfind("/") + 1]
-        return _watched(key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
+        return _denials_of(key for key in _walk(self._objects / folder, folder) if key.startswith(prefix))
 
     def entries(self, prefix: str) -> Iterator[BlobEntry]:
         keys = self.list(prefix)
-        return _watched(entry for key in keys if (entry := _entry(self._objects / key, key)))
+        return _denials_of(entry for key in keys if (entry := _entry(self._objects / key, key)))
 
     def url(self, key: str) -> str:
         return str(self._path(key))
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with _denied(), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        with _as_denied(), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
         # Remove empty folders: a leftover folder would block its name as a key.
         with contextlib.suppress(OSError):  # stops at the first one that is not empty or already gone
@@ -374,7 +379,7 @@ class FolderBlobs(BlobStore):
                 (self._objects / folder).rmdir()
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
-        with _denied():
+        with _as_denied():
             found = [_entry(path, path.name) for path in self._temp.glob(f"{_UNFINISHED}*")]
             # Age is the time of the last write, so a slow put in progress is not removed.
             stale = [entry.key for entry in found if entry and entry.modified < older_than]
@@ -390,7 +395,7 @@ class FolderBlobs(BlobStore):
     def _opened(self, key: str) -> BinaryIO:
         path = self._path(key)
         try:
-            with _denied():
+            with _as_denied():
                 return path.open("rb")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise BlobNotFound(key) from None
@@ -505,7 +510,7 @@ class S3Blobs(BlobStore):
         }
         if len(causes) == len(keys):  # all: the store is busy, rather than that these cannot be deleted
             for cause in causes.values():
-                if not is_denied(cause) and outage(cause) is not None:
+                if is_store_away(cause):
                     raise cause
         return causes
 
@@ -660,12 +665,12 @@ class _FileWriter(BlobWriter):
 
     def write(self, data: bytes) -> None:
         self._meter.add(data)
-        with _denied():
+        with _as_denied():
             self._file.write(data)
 
     def commit(self) -> BlobInfo:
         try:
-            with _denied():
+            with _as_denied():
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._file.close()
@@ -677,7 +682,7 @@ class _FileWriter(BlobWriter):
     def abort(self) -> None:
         with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk
             self._file.close()
-        with _denied():
+        with _as_denied():
             self._temp.unlink(missing_ok=True)
 
 
@@ -848,19 +853,21 @@ _NO_RIGHTS = {errno.EACCES, errno.EPERM, errno.EBUSY}
 
 
 @contextmanager
-def _denied() -> Iterator[None]:
+def _as_denied() -> Iterator[None]:
     """Turn an error of the rights of the folder into FolderDenied; others are raised unchanged."""
     try:
         yield
+    except FolderDenied:
+        raise
     except OSError as error:
         if error.errno not in _NO_RIGHTS:
             raise
         raise FolderDenied(error.errno, error.strerror, error.filename) from error
 
 
-def _watched(items: Iterable[T]) -> Iterator[T]:
-    """The items of a generator that reads the folder; its errors are those of `_denied`."""
-    with _denied():
+def _denials_of(items: Iterable[T]) -> Iterator[T]:
+    """The items of a generator that reads the folder; its errors are those of `_as_denied`."""
+    with _as_denied():
         yield from items
 
 

@@ -146,7 +146,9 @@ def test_the_age_of_a_checkpoint_is_that_of_the_job_that_would_repeat_most(
         runs(session, project, since=50, checkpoint=5000)  # paused for long, and resumed
 
     figures = read(
-        patient(database, gpu_class="cpu", hardware=lambda: Hardware(gpu_classes={"h200": GpuClass()}))
+        patient(
+            database, default_classes=["cpu"], hardware=lambda: Hardware(gpu_classes={"h200": GpuClass()})
+        )
     )
 
     assert figures["regraft_checkpoint_age_seconds", "cpu"] == pytest.approx(500, abs=10)
@@ -210,7 +212,7 @@ def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> N
     with database.write() as session:
         waits(session, project, since=20)
 
-    figures = read(patient(database, gpu_class="cpu", hardware=in_pods("h200")))
+    figures = read(patient(database, default_classes=["cpu"], hardware=in_pods("h200")))
 
     assert {
         gpu_class for name, *labels in figures if name == "regraft_jobs_wanted" for gpu_class in labels

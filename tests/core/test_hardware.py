@@ -1,6 +1,7 @@
 """The hardware file is checked at start and read again when it has changed."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,17 @@ def test_the_file_holds_for_the_processes_of_a_service_and_their_copies(tmp_path
 
     assert settings.hardware.price_per_gpu_second == 0.5
     assert settings.of_class("h100").hardware.of("h100").gpu_memory_gib == 78
+
+
+def test_a_changed_file_holds_without_a_restart(tmp_path: Path) -> None:
+    file = hardware_file(tmp_path, {"h100": GpuClass(ranks=1)}, price_per_gpu_second=0.5)
+    settings = Settings(hardware_file=file)
+    assert settings.hardware.price_per_gpu_second == 0.5
+
+    hardware_file(tmp_path, {"h100": GpuClass(ranks=2)}, price_per_gpu_second=0.25).replace(file)
+    deadline = time.monotonic() + 60
+    while settings.hardware.price_per_gpu_second == 0.5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    assert settings.hardware.price_per_gpu_second == 0.25
+    assert settings.of_class("h100").ranks == 2

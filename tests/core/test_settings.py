@@ -74,6 +74,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "REGRAFT_INFERENCE_URL: the server of small is not an address",
         ),
         ("INFERENCE_URL", "{}", "REGRAFT_INFERENCE_URL: the map has no servers"),
+        (
+            "INFERENCE_URL",
+            '{"small": 8100}',
+            "REGRAFT_INFERENCE_URL: the server of small is not an address such as http://host:8100/v1: must be",
+        ),
         ("EPISODES_HOST", "0.0.0.0", "REGRAFT_EPISODES_HOST: must be an address of this machine"),
         ("EPISODES_HOST", "[::]", "REGRAFT_EPISODES_HOST: must be an address of this machine"),
     ],

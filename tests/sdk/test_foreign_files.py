@@ -27,7 +27,16 @@ from regraft.literals import FileMethod
 from core.database.tables import File
 from core.jobs.job_files import BadFile
 from core.storage.datasets import MAX_TRAINING_ROWS
-from core.storage.foreign_files import ARROW_FILE, ARROW_STREAM, PARQUET, TARGETS, ZSTD, Target, detect
+from core.storage.foreign_files import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    HEAD_BYTES,
+    PARQUET,
+    TARGETS,
+    ZSTD,
+    Target,
+    detect,
+)
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.present import present
@@ -635,6 +644,18 @@ def test_the_sentence_about_a_file_names_the_commands_that_its_rows_allow(
     for target in targets:
         names = {"answer": "label"} if found.lacks_answer and target != "rft" else {}
         assert len(convert_text(tmp_path, put([row] * TWELVE), target, **names)) == TWELVE
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["as it is", "compressed"])
+def test_a_row_of_a_table_that_the_start_of_the_file_cuts_is_not_judged(
+    packed: Callable[[bytes], bytes],
+) -> None:
+    row = {"prompt": "1 + 1?" * 900, "chosen": "2", "rejected": "3"}
+    content = packed(table_of([row] * TWELVE * 2))
+
+    found = present(detect(content[at : at + HEAD_BYTES] for at in range(0, len(content), HEAD_BYTES)))
+
+    assert found.targets == ("rft", "sft", "dpo")
 
 
 def convert_text(folder: Path, content: bytes, target: Target, **names: str) -> list[dict[str, Any]]:

@@ -473,7 +473,7 @@ def service_collectors(settings: Settings, database: Database) -> tuple[MetricsC
     collector = ServiceCollector(
         database,
         settings.default_limits,
-        settings.gpu_class,
+        [settings.gpu_class],
         lambda: settings.hardware,
         settings.samplers,
     )

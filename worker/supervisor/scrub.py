@@ -16,10 +16,9 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Checkpoint, File, ScrubRound
-from core.outages import outage
 from core.storage import fsck
 from core.storage.fsck import StorageProblem
-from core.storage.store import BlobStore, check_not_empty, is_denied
+from core.storage.store import BlobStore, check_not_empty, is_store_away
 from worker.telemetry import SCRUBBED
 
 log = logging.getLogger(__name__)
@@ -95,8 +94,7 @@ class Scrub:
                     return False
         except Exception as cause:
             self._tries += 1
-            is_away = outage(cause) is not None and not is_denied(cause)
-            if is_away or self._tries < MAX_TRIES:
+            if is_store_away(cause) or self._tries < MAX_TRIES:
                 raise
             # The objects after it must be read, too.
             log.exception("%s cannot be read; the round continues without it", reading.owner.id)
