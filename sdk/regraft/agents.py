@@ -30,6 +30,7 @@ from regraft.sync.client import Regraft
 
 log = logging.getLogger(__name__)
 
+MAX_LEASES = 256  # of one request, which the server allows
 WAIT_S = 10.0  # of one request for episodes
 PAUSE_S = 1.0  # after a request that found none, as while the job learns
 PATIENCE_S = 600.0  # with a server that does not answer
@@ -60,7 +61,10 @@ class Episode:
 
 
 Agent = Callable[[Episode], float | Awaitable[float | None] | None]
-"""Plays an episode. Returns its reward; None: the job's grader scores it. An error gives the episode back, once."""
+"""Plays an episode. Returns its reward; None: the job's grader scores it.
+
+An error gives the episode back, once; after a limit, such as max_episode_steps, the grader scores what was sampled.
+"""
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,10 @@ class _Player:
 
     def _lease(self, most: int) -> _Leases | None:
         """Lease episodes; None: the server is not there."""
-        if not most:
-            return None
         try:
             leases = self._client.post(
                 f"/regraft/jobs/{self._job}/episodes/lease",
-                body={"max": most, "wait_s": WAIT_S},
+                body={"max": min(most, MAX_LEASES), "wait_s": WAIT_S},
                 cast_to=_Leases,
             )
         except _LATER:

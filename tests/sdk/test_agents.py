@@ -31,11 +31,13 @@ class Service:
     def __init__(self) -> None:
         self.leases: list[Any] = []
         self.completed: dict[str, tuple[str, Any]] = {}  # key and body by id
+        self.most: list[int] = []  # of the requests for episodes
         self.refuses = 0  # the status of completions that are ready
         self.app = FastAPI()
 
         @self.app.post("/v1/regraft/jobs/{job}/episodes/lease")
         async def lease(job: str, request: Request) -> Response:
+            self.most.append(json.loads(await request.body())["max"])
             if not self.leases:
                 return JSONResponse({"data": [], "job_status": "succeeded"})
             found = self.leases.pop(0)
@@ -63,9 +65,11 @@ def play(service: Service) -> Iterator[Callable[[Agent], Played]]:
         yield partial(played, url)
 
 
-def played(url: str, function: Agent, **options: Any) -> Played:
+def played(url: str, function: Agent, concurrency: int = 2, **options: Any) -> Played:
     client = regraft.Regraft(base_url=f"{url}/v1", api_key="k", max_retries=0)
-    return regraft.agents.run("job", function, 2, client=client, pause=lambda seconds: None, **options)
+    return regraft.agents.run(
+        "job", function, concurrency, client=client, pause=lambda seconds: None, **options
+    )
 
 
 def test_each_episode_is_completed_with_its_reward_and_its_key(
@@ -153,6 +157,16 @@ def test_the_patience_with_a_server_begins_with_its_first_failure_in_a_row(servi
             played(url, lambda episode: 1.0, clock=times.__next__)
 
     assert service.leases == [["a"]]
+
+
+def test_more_episodes_at_once_than_a_request_may_lease_take_several_requests(service: Service) -> None:
+    service.leases = [["a"], ["b"]]
+
+    for url in served(service.app):
+        done = played(url, lambda episode: 1.0, concurrency=300)
+
+    assert done.ready == 2
+    assert set(service.most) == {256}
 
 
 def test_the_key_of_an_episode_is_not_printed() -> None:

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from graders.types import Grade
 from tests.worker.test_episodes import FUNCTIONS, LIMITS, PROMPT, SAMPLING, Script, read_calls, said
+from worker.episode import NO_RESULT
+from worker.recording import metrics
 from worker.refusals import PausedWhileWaiting
 from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Game, Refused, ignored_of
 from worker.rollout.agent_sampler import AgentLink, AgentRules, AgentSampler
@@ -19,7 +23,7 @@ from worker.rollout.conversations import Message, Tools
 from worker.rollout.episodes import EpisodeLimits
 from worker.rollout.tools import ToolsFail
 from worker.sampling import Answer, Sampling
-from worker.types import NEW_ROOT, NO_ANSWER, Prompt, Rollout
+from worker.types import NEW_ROOT, NO_ANSWER, Group, Prompt, Rollout
 
 ROLES = {"system": 50, "user": 51, "assistant": 52, "tool": 53}
 ASK: Message = {"role": "user", "content": "?"}
@@ -361,6 +365,22 @@ def test_an_abandoned_episode_is_leased_once_more_and_then_has_no_reward() -> No
     assert rollout.episode.problem == "the agent did not complete it in 0 s"
 
 
+def test_a_request_that_gets_no_episode_waits_for_the_next_one() -> None:
+    async def play() -> None:
+        board = Board(game(Counted()), lambda: "episode", 60)
+        asking = [asyncio.create_task(board.lease(1, 60)) for _ in range(2)]
+        await asyncio.sleep(0)
+        playing = asyncio.create_task(board.play(ROW, 0, "trace"))
+        for _ in range(20):  # until both have seen it
+            await asyncio.sleep(0)
+        assert [one.done() for one in asking] == [True, False]
+        board.close()
+        assert await asking[1] == []
+        playing.cancel()
+
+    asyncio.run(play())
+
+
 def test_the_first_completion_of_an_episode_counts() -> None:
     async def play() -> Rollout:
         board = Board(game(Counted()), lambda: "episode", 60)
@@ -423,6 +443,25 @@ def test_other_sampling_parameters_are_reported_once() -> None:
 
     assert len(answers) == 4
     assert reported == [{"temperature": 0.2, "seed": 1}]
+
+
+def test_calls_whose_result_nobody_read_are_no_errors_of_tools() -> None:
+    async def agent(ask: Any) -> None:
+        first = await ask(ASK)
+        await ask(ASK, first, *result_of(first))
+
+    rollout = played(agent, Counted(['search:{"q":1}', 'search:{"q":2}']))
+
+    assert [(call["output"], call["error"]) for call in rollout.tool_calls] == [
+        ("42", None),
+        (None, NO_RESULT),
+    ]
+    groups_P = [Group(ROW, (rollout,), (Grade(1.0),))]
+    measured = metrics.of_step(
+        step=1, total_steps=1, graders=(), settings=resolve(Hyperparameters(), rows=1, parameters=1, context=9),
+        train_P=groups_P, resampled_P=(), valid_P=None, update=None, seconds={},
+    )  # fmt: skip
+    assert (measured.tool_calls_mean, measured.tool_errors_share) == (1, 0)
 
 
 def test_the_jobs_own_sampling_parameters_are_no_others() -> None:

@@ -9,11 +9,12 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal, Protocol
 
-from worker.episode import Episode, StopReason, ToolUse
+from worker.episode import NO_RESULT, Episode, StopReason, ToolUse
 from worker.refusals import ChatTemplateFailed
 from worker.rollout.conversations import Message, Tools, continued, spelled
 from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of
@@ -22,7 +23,6 @@ from worker.sampling import SampledTurns, Sampling
 from worker.types import NO_ANSWER, Node, Prompt, Rollout
 
 LEASES = 2  # of an episode, before it has no reward
-NO_RESULT = "the agent has sent no result"
 Status = Literal["ready", "failed"]
 
 
@@ -367,7 +367,8 @@ class Board:
         self._open: deque[OfferedEpisode] = deque()
         self._leases: dict[str, Lease] = {}
         self._over: dict[str, Completed | None] = {}  # by id of the lease; None: its time has passed
-        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._changed = asyncio.Event()  # `_open` has grown, or the board is closed
 
     @property
     def is_idle(self) -> bool:
@@ -388,16 +389,16 @@ class Board:
 
     def close(self) -> None:
         """Let those that wait for an episode go."""
+        self._is_closed = True
         self._changed.set()
 
     async def lease(self, most: int, wait_s: float) -> list[dict[str, Any]]:
         """Lease up to `most` episodes, once there is one; none after `wait_s` seconds."""
-        if not self._open:
-            try:
-                async with asyncio.timeout(wait_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._open and not self._is_closed:
+                    self._changed.clear()
                     await self._changed.wait()
-            except TimeoutError:
-                return []
         return [self._leased(self._open.popleft()) for _ in range(min(most, len(self._open)))]
 
     def put_back(self, lease_ids: Sequence[str]) -> None:
@@ -409,8 +410,6 @@ class Board:
             self._changed.set()
 
     def _leased(self, offer: OfferedEpisode) -> dict[str, Any]:
-        if not self._open:
-            self._changed.clear()
         offer.leases += 1
         new_id = self._new_id()
         episode = AgentEpisode(self._game, new_id, offer.prompt, offer.member, offer.trace)
