@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from tests.api.test_chat import served
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LEASED = {
     "api_key": "episode-key", "item": {"digit": "7"}, "messages": [], "tools": [], "split": "train", "trace_id": "t",
     "deadline": 9,
@@ -173,6 +175,23 @@ def test_the_key_of_an_episode_is_not_printed() -> None:
     episode = Episode("id", "url", "secret", {}, [], [], "train", "trace", 9)
 
     assert "secret" not in repr(episode)
+
+
+def test_the_tool_of_the_examples_agent_answers_whatever_the_model_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    result_of = runpy.run_path(str(EXAMPLES / "digit_agent.py"))["result_of"]
+
+    def result(arguments: str) -> str:
+        message = result_of({"id": "c", "function": {"name": "lookup", "arguments": arguments}})
+        assert (message["role"], message["tool_call_id"]) == ("tool", "c")
+        content: str = message["content"]
+        return content
+
+    assert result('{"drawer": 2}').startswith("The digit in drawer 2 is ")
+    for wrong in ("{", "[]", "{}", '{"drawer": "two"}'):
+        assert result(wrong).startswith("error: ")
 
 
 def test_the_command_line_finds_a_function_in_the_working_directory(

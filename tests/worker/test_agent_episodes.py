@@ -524,7 +524,7 @@ def test_a_job_whose_agent_fails_most_episodes_pauses() -> None:
 
 
 @asynccontextmanager
-async def nobody(board: Board) -> AsyncIterator[None]:
+async def no_agent(board: Board) -> AsyncIterator[None]:
     yield
 
 
@@ -534,7 +534,7 @@ def test_a_job_that_waits_for_an_agent_can_be_paused() -> None:
         raise PausedWhileWaiting
 
     with pytest.raises(PausedWhileWaiting):
-        sampled(nobody, waiting=paused)
+        sampled(no_agent, waiting=paused)
 
 
 @dataclass

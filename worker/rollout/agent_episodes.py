@@ -42,7 +42,11 @@ class EpisodeOver(Refused):
 
 
 class SamplerFailed(Exception):
-    """The sampler gave no answer; its error is the cause."""
+    """The sampler gave no answer."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Rendering(Protocol):
@@ -118,7 +122,7 @@ class AgentEpisode:
         self._tree = TokenTree(prompt.ids)
         self._known: list[Known] = []
         self._begun = 0
-        self._asks: Counter[bytes] = Counter()  # by the hash of the tokens, which may be many
+        self._asks: Counter[int] = Counter()  # by the hash of the tokens, which may be many
         self._messages: dict[bytes, Message] = {}  # each once: a conversation repeats those before it
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._by_key: dict[str, tuple[str, asyncio.Task[dict[str, Any]]]] = {}
@@ -172,12 +176,12 @@ class AgentEpisode:
         parent, context = await self._placed(request)
         ids = self._tree.path(parent) + context
         number = self._begin(ids)
-        asked = sha256(repr(ids).encode()).digest()
-        ask, self._asks[asked] = self._asks[asked], self._asks[asked] + 1
+        ask = self._asks[hash(ids)]
+        self._asks[hash(ids)] += 1
         try:
             sampled = await self.game.calls.next(replace(self.prompt, ids=ids, ask=ask), self.member)
         except Exception as cause:
-            raise SamplerFailed(str(cause)) from cause
+            raise SamplerFailed(cause) from cause
         answer = self._parsed(request, sampled, number)
         place = self._tree.add(parent, context, answer)
         message = message_of(answer)
@@ -435,7 +439,7 @@ class Board:
             return await lease.episode.ask(request)
         except SamplerFailed as failed:
             if not lease.offer.rollout.done():
-                lease.offer.rollout.set_exception(failed.__cause__ or failed)
+                lease.offer.rollout.set_exception(failed.cause)
             raise
 
     async def _note_ignored(self, parameters: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def url_of(listening: socket.socket) -> str:
 async def served(
     board: Board, listening: socket.socket, secret: str, settings: Settings
 ) -> AsyncIterator[None]:
-    """Answer requests about the board's episodes in the context, in this event loop. Closes the socket."""
+    """Answer requests about the board's episodes in the context, in this event loop."""
     config = uvicorn.Config(
         app_of(board, secret),
         log_config=None,
@@ -67,7 +67,6 @@ async def served(
         board.close()
         server.should_exit = True
         await serving
-        listening.close()
 
 
 def app_of(board: Board, secret: str) -> Starlette:
