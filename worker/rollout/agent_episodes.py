@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal, Protocol
 
+from core.errors import EpisodeOver, EpisodeRefused
 from worker.episode import NO_RESULT, Episode, StopReason, ToolUse
 from worker.refusals import ChatTemplateFailed
 from worker.rollout.conversations import Message, Tools, continued, spelled
-from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of
+from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of, with_calls
 from worker.rollout.token_tree import Parent, TokenTree
 from worker.sampling import SampledTurns, Sampling
 from worker.types import NO_ANSWER, Node, Prompt, Rollout
@@ -26,27 +27,16 @@ LEASES = 2  # of an episode, before it has no reward
 Status = Literal["ready", "failed"]
 
 
-class Refused(Exception):
-    """A request that cannot be answered, in the terms of OpenAI's API."""
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-
-
-class EpisodeOver(Refused):
-    def __init__(self, episode: str) -> None:
-        super().__init__(
-            409, f"The episode {episode} is completed, or its deadline has passed.", "episode_over"
-        )
-
-
 class SamplerFailed(Exception):
     """The sampler gave no answer."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
+
+
+def _over(episode: str) -> EpisodeOver:
+    return EpisodeOver(f"The episode {episode} is completed, or its deadline has passed.")
 
 
 class Rendering(Protocol):
@@ -132,7 +122,7 @@ class AgentEpisode:
         """Return a chat completion. A repeated request gets the first answer, and nothing is sampled.
 
         Raises:
-            Refused: there is no answer.
+            EpisodeRefused: there is no answer.
             SamplerFailed: the run cannot continue.
         """
         digest = request.digest
@@ -140,7 +130,7 @@ class AgentEpisode:
             first, task = self._by_key[request.key]
             if first != digest:
                 message = "The Idempotency-Key was used for another request; use a new key for a new request."
-                raise Refused(400, message, "idempotency_key_reused")
+                raise EpisodeRefused(400, message, code="idempotency_key_reused")
         elif request.is_retry and digest in self._newest:
             task = self._newest[digest]
         else:
@@ -155,7 +145,7 @@ class AgentEpisode:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise EpisodeOver(self.id) from None
+                raise _over(self.id) from None
             raise
 
     def _forget_failed(self, request: ChatRequest, digest: str, task: asyncio.Task[dict[str, Any]]) -> None:
@@ -170,9 +160,8 @@ class AgentEpisode:
 
     async def _answer(self, request: ChatRequest) -> dict[str, Any]:
         if request.tools and self.game.tools_problem:
-            raise Refused(
-                400, f"The request has tools, and {self.game.tools_problem}", "invalid_value", "tools"
-            )
+            problem = f"The request has tools, and {self.game.tools_problem}"
+            raise EpisodeRefused(400, problem, param="tools")
         parent, context = await self._placed(request)
         ids = self._tree.path(parent) + context
         number = self._begin(ids)
@@ -196,7 +185,7 @@ class AgentEpisode:
         return [self._messages.setdefault(digest, one) for digest, one in zip(digests, messages, strict=True)]
 
     def _begin(self, ids: tuple[int, ...]) -> int:
-        """Count an answer to these tokens, and return its number. Raises Refused: it exceeds a limit."""
+        """Count an answer to these tokens, and return its number. Raises EpisodeRefused: it exceeds a limit."""
         limits, longest = self.game.limits, self.game.sampling.max_completion_tokens
         if self._begun >= limits.calls:
             raise self._exceeded("max_steps", f"has had max_episode_steps ({limits.calls}) answers")
@@ -210,10 +199,11 @@ class AgentEpisode:
         self._begun += 1
         return self._begun - 1
 
-    def _exceeded(self, limit: StopReason, what: str) -> Refused:
+    def _exceeded(self, limit: StopReason, what: str) -> EpisodeRefused:
         self.limit, self._exceeding = limit, f"the episode {what}"
         message = f"The episode {what}. Complete it: what was sampled is graded."
-        return Refused(400, message, "context_length_exceeded" if limit == "context" else "episode_limit")
+        code = "context_length_exceeded" if limit == "context" else "episode_limit"
+        return EpisodeRefused(400, message, code=code)
 
     async def _placed(self, request: ChatRequest) -> tuple[Parent, tuple[int, ...]]:
         """Find the place of the tree behind which the answer goes, and the tokens between them."""
@@ -230,7 +220,7 @@ class AgentEpisode:
                     self.game.rendering.conversation, request.messages, request.tools
                 )
             except ChatTemplateFailed as cause:
-                raise Refused(400, str(cause), "invalid_value", "messages") from cause
+                raise EpisodeRefused(400, str(cause), param="messages") from cause
         return self._tree.deepest(whole)
 
     def _continued(self, request: ChatRequest) -> tuple[Known, Sequence[Message]] | None:
@@ -245,11 +235,11 @@ class AgentEpisode:
 
     def _parsed(self, request: ChatRequest, sampled: Rollout, number: int) -> Rollout:
         row = {"tools": list(request.tools), "parallel_tool_calls": request.parallel}
-        read = self.game.read_calls(sampled, row if request.tools else {})
-        if read.parsed is None:
-            return read
-        counted = read.parsed.calls if self.game.rendering.takes_several else read.parsed.calls[:1]
-        return replace(read, parsed=replace(read.parsed, calls=counted, ids_seed=f"{self.trace}/{number}"))
+        return with_calls(
+            self.game.read_calls(sampled, row if request.tools else {}),
+            takes_several=self.game.rendering.takes_several,
+            seed=f"{self.trace}/{number}",
+        )
 
     def end(self) -> None:
         """Abort what is being sampled."""
@@ -431,9 +421,9 @@ class Board:
         }
 
     async def ask(self, lease_id: str, request: ChatRequest) -> dict[str, Any]:
-        """Return a chat completion. Raises Refused, or SamplerFailed, which is the error of `play` too."""
+        """Return a chat completion. Raises EpisodeRefused, or SamplerFailed, which is the error of `play` too."""
         if (lease := self._leases.get(lease_id)) is None:
-            raise EpisodeOver(lease_id)
+            raise _over(lease_id)
         await self._note_ignored(request.sampling)
         try:
             return await lease.episode.ask(request)
@@ -448,14 +438,18 @@ class Board:
             await self._game.on_ignored(ignored)
 
     def complete(self, lease_id: str, completed: Completed) -> None:
-        """End a lease. Raises Refused: it has ended, in another way, or has a reward and nothing to give it to."""
+        """End a lease.
+
+        Raises:
+            EpisodeRefused: it has ended in another way, or has a reward and no answer that gets it.
+        """
         if (lease := self._leases.get(lease_id)) is None:
             if self._over.get(lease_id) == completed:
                 return
-            raise EpisodeOver(lease_id)
+            raise _over(lease_id)
         if completed.reward is not None and not lease.episode.has_answer and lease.episode.limit is None:
             message = "The episode has no answer yet, so nothing gets the reward; use the status 'failed'."
-            raise Refused(400, message, "invalid_value", "reward")
+            raise EpisodeRefused(400, message, param="reward")
         self._end(lease, completed)
         if completed.status == "failed" and lease.episode.limit is None:
             self._offer_again(lease, "the agent reported that it failed")
