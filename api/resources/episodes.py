@@ -7,7 +7,7 @@ answers (worker/rollout/agent_episodes.py); the API checks requests and forwards
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -173,6 +173,13 @@ def _leased(request: Request, run: EpisodeRun, leased: Mapping[str, Any]) -> Lea
     return LeasedEpisode(base_url=base_url, api_key=episode_servers.key_of(run.secret, id), **leased)
 
 
+def refuse_in_episode(parameters: Sequence[str]) -> None:
+    """Raise InvalidParameter for the first of these parameters."""
+    for name in parameters:
+        message = f"Unsupported parameter: '{name}' is not supported in an episode; leave it out."
+        raise InvalidParameter(message, param=name, code="unsupported_parameter")
+
+
 class EpisodeChat(ChatCreate):
     """A request for an answer in an episode. Its own sampling parameters have no effect."""
 
@@ -184,9 +191,7 @@ class EpisodeChat(ChatCreate):
         refused += [name for name in ("frequency_penalty", "presence_penalty") if getattr(self, name)]
         refused += ["response_format"] if not isinstance(self.response_format, Text | None) else []
         refused += ["tool_choice"] if self.tool_choice not in (None, "auto") else []
-        for name in refused:
-            message = f"Unsupported parameter: '{name}' is not supported in an episode; leave it out."
-            raise InvalidParameter(message, param=name, code="unsupported_parameter")
+        refuse_in_episode(refused)
         return self
 
     def to_run(self, key: str, *, is_retry: bool) -> dict[str, Any]:
@@ -235,7 +240,7 @@ async def answer_in_episode(
 ) -> Response:
     """Create a chat completion with the model that is trained. A repeated request gets the first answer."""
     asked = body.to_run(key, is_retry=retries > 0)
-    answer = await until_gone(request.receive, _to_run(runs, episode, "chat", asked))
+    answer = await until_gone(request.receive, to_run(runs, episode, "chat", asked))
     if answer is None:
         return Response(status_code=499)
     completion = answer | {"model": body.model}
@@ -247,7 +252,7 @@ async def answer_in_episode(
     )
 
 
-async def _to_run(runs: EpisodeRuns, episode: EpisodeAccess, route: str, body: Mapping[str, Any]) -> Any:
+async def to_run(runs: EpisodeRuns, episode: EpisodeAccess, route: str, body: Mapping[str, Any]) -> Any:
     """The answer of the run to a request about an episode.
 
     Raises:
@@ -262,16 +267,23 @@ async def _to_run(runs: EpisodeRuns, episode: EpisodeAccess, route: str, body: M
 
 
 async def _events(completion: dict[str, Any], *, with_usage: bool) -> AsyncIterator[bytes]:
-    """A chat completion as server-sent events. It is whole by then: each field of the message is one piece."""
-    [choice] = completion["choices"]
-    shared = {name: completion[name] for name in ("id", "created", "model")}
-    message = choice["message"]
-    for delta in _deltas(message):
-        yield _event(shared, [{"index": 0, "delta": delta, "finish_reason": None}])
-    yield _event(shared, [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}])
-    if with_usage:
-        yield _event(shared, [], completion["usage"])
+    """A chat completion as server-sent events."""
+    for chunk in chunks_of(completion):
+        if chunk["choices"] or with_usage:
+            yield b"data: " + encode(chunk) + b"\n\n"
     yield b"data: [DONE]\n\n"
+
+
+def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A chat completion, which is whole, as chunks: each field of the message is one, and the last has the usage."""
+    [choice] = completion["choices"]
+    frame = {name: completion[name] for name in ("id", "created", "model")}
+    frame["object"] = "chat.completion.chunk"
+    ends = [(delta, None) for delta in _deltas(choice["message"])] + [({}, choice["finish_reason"])]
+    for delta, reason in ends:
+        piece = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        yield frame | {"choices": [piece]}
+    yield frame | {"choices": [], "usage": completion["usage"]}
 
 
 def _deltas(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -282,11 +294,6 @@ def _deltas(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"tool_calls": [{"index": number} | call for number, call in enumerate(message["tool_calls"])]}
         )
     return deltas
-
-
-def _event(shared: dict[str, Any], choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-    chunk = {"object": "chat.completion.chunk", **shared, "choices": choices}
-    return b"data: " + encode(chunk if usage is None else chunk | {"usage": usage}) + b"\n\n"
 
 
 class EpisodeModel(BaseModel):
@@ -341,5 +348,5 @@ async def complete_episode(
     episode_id: str, body: CompleteBody, episode: CurrentEpisode, runs: JobRuns
 ) -> CompletedEpisode:
     """End an episode: `ready` to be graded, or `failed` to be leased once more."""
-    await _to_run(runs, episode, "complete", body.model_dump())
+    await to_run(runs, episode, "complete", body.model_dump())
     return CompletedEpisode(id=episode_id, status=body.status, completed_at=int(time.time()))

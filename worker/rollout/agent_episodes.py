@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal, Protocol
 
+from core.chat import token_usage
 from core.errors import EpisodeOver, EpisodeRefused
 from worker.episode import NO_RESULT, Episode, StopReason, ToolUse
 from worker.refusals import ChatTemplateFailed
@@ -311,17 +312,12 @@ def _completion(answer: Rollout, written: Message, prompt_tokens: int, seed: str
         "refusal": None,
     }
     reason = "length" if answer.is_truncated else "tool_calls" if answer.tool_calls else "stop"
-    tokens = len(answer.output_ids_T)
     return {
         "id": f"chatcmpl-{sha256(seed.encode()).hexdigest()[:24]}",
         "object": "chat.completion",
         "created": int(time.time()),
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
-        },
+        "usage": token_usage(prompt_tokens, len(answer.output_ids_T), reasoning=answer.reasoning_tokens),
     }
 
 
