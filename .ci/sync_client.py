@@ -97,7 +97,10 @@ def imported(node: ast.stmt) -> Iterator[str]:
 def formatted(code: str, path: Path) -> str:
     ruff = [sys.executable, "-m", "ruff"]
     name = ["--stdin-filename", str(PACKAGE / "regraft/sync" / path.name), "-"]
-    for command in (["check", "--quiet", "--fix", "--exit-zero", "--select", "F401,F811,I"], ["format"]):
+    for command in (
+        ["check", "--quiet", "--fix", "--exit-zero", "--select", "F401,F811,TC005,I"],
+        ["format"],
+    ):
         run = subprocess.run([*ruff, *command, *name], input=code, text=True, capture_output=True, check=True)
         code = run.stdout
     return code

@@ -396,6 +396,22 @@ class InternalCompletion(TextCompletion, InternalRequest):
     return_tokens_as_token_ids: bool = False
 
 
+def token_usage(prompt: int, completion: int, *, cached: int = 0, reasoning: int = 0) -> dict[str, Any]:
+    """The counts of tokens of an answer, with the details that OpenAI's always have."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
 def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape. All errors of the inference server pass here; engines name files in theirs."""
     kind = "invalid_request_error" if status < 500 else "server_error"

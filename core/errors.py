@@ -25,7 +25,8 @@ ServiceError                    500 server_error
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
 │   └── KeyNotFound
-├── EpisodeRefused              400 or 409: the run of the job says why
+├── EpisodeRefused              400: the run of the job says why
+│   └── EpisodeOver             409: it is completed, or its time, its step or its job has ended
 ├── CheckpointDamaged           410: a retry does not help
 ├── ContentDamaged              410: the same for a file
 ├── MadeByJobs                  405: the eval of a job is read-only
@@ -142,11 +143,20 @@ class CheckpointNotFound(NotFound):
 class EpisodeRefused(ServiceError):
     """The run of a job refuses a request of the user's agent."""
 
-    type = "invalid_request_error"
+    type, code = "invalid_request_error", "invalid_value"
 
-    def __init__(self, status: int, message: str, *, param: str | None, code: str | None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message, param=param, code=code)
         self.status_code = status
+
+
+class EpisodeOver(EpisodeRefused):
+    """An episode that gets no more answers."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(409, message, code="episode_over")
 
 
 class CheckpointDamaged(ServiceError):

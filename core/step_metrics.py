@@ -220,11 +220,9 @@ class StepMetrics(_Part):
         "Share of the answers that ended within their thought.", csv=True
     )
 
-    episode_turns_mean: float | None = metric(
-        "With executed tools: mean number of calls of the policy in an episode.", csv=True
-    )
+    episode_turns_mean: float | None = metric("Mean number of calls of the policy in an episode.", csv=True)
     episode_context_tokens_mean: float | None = metric(
-        "With executed tools: mean length of what an episode read after its prompt.", "tokens"
+        "Mean length of what an episode read after its prompt.", "tokens"
     )
     tool_calls_mean: float | None = metric("Mean number of calls of tools in an episode.", csv=True)
     tool_errors_share: float | None = metric(
@@ -242,7 +240,7 @@ class StepMetrics(_Part):
     )
     stop_time_share: float | None = metric("Share of the episodes that ended at their time limit.")
     stop_discarded_share: float | None = metric(
-        "Share of the episodes that were discarded because a tool failed."
+        "Share of the episodes that were discarded because a tool or the agent failed."
     )
 
     groups_mixed_share: float | None = metric(

@@ -261,7 +261,7 @@ def unusable_references(spec: GraderSpec, row: Item) -> list[str]:
     ]
 
 
-# Fields of a sample that are null unless tools were executed.
+# Fields of a sample that are null unless the answer is an episode.
 EPISODE_FIELDS = ("messages", "turns", "stop", "trace_id")
 
 

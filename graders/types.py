@@ -29,7 +29,7 @@ class Sample:
     model_scores: Mapping[str, float | tuple[StepScore, ...] | str] = field(default_factory=dict)
     # The reason why the calls in the text could not be read; it stays in `output_text`.
     output_tools_error: str = ""
-    # Of an episode with executed tools: the messages after the prompt, why it ended, and its id. Else empty.
+    # Of an episode: the messages after the prompt, why it ended, and its id. Else empty.
     messages: tuple[Mapping[str, Any], ...] = ()
     stop: str = ""
     trace_id: str = ""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 StopReason = Literal["final", "max_steps", "tokens", "context", "time", "discarded"]
 
 NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
+NO_RESULT = "the agent has sent no result"
 
 
 @dataclass(frozen=True)

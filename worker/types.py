@@ -89,7 +89,7 @@ class Rollout:
     # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
     policy_steps_T: tuple[int, ...] = ()
     parsed: ParsedAnswer | None = None  # `text` as content and calls, if the row has tools
-    episode: "Episode | None" = None  # if tools were executed
+    episode: "Episode | None" = None  # None: one call of the policy, without executed tools
     nodes: "tuple[Node, ...]" = ()  # the calls of an episode in the order of sampling; empty: one call
 
     @classmethod
@@ -149,7 +149,7 @@ class Rollout:
 
     @property
     def is_discarded(self) -> bool:
-        """Whether it is an episode in which a tool failed, so that no grader gets it."""
+        """Whether it is an episode in which a tool or the agent failed, so that no grader gets it."""
         return self.episode is not None and self.episode.stop == "discarded"
 
     @property

@@ -27,6 +27,7 @@ from core.database.ids import is_tenant_id
 from core.database.tables import ApiKey, Job, Project
 from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
 from core.jobs import episode_servers
+from core.jobs.episode_servers import EpisodeRun
 from core.registry import Registry
 from core.reloaded import Reloaded, current
 from core.settings import Settings
@@ -147,35 +148,45 @@ async def key_owner(request: Request) -> str:
     credential = _credential(request, await _bearer(request), await _azures_header(request))
     if found := _OF_EPISODE.fullmatch(request.url.path):
         service: Service = request.app.state.service
-        return (await run_in_threadpool(_job_of_episode, service, found[1], credential)).project_id
+        return (await run_in_threadpool(_of_episode, service, found[1], credential))[0].project_id
     organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
     _, owner = await run_in_threadpool(_authenticated, request, credential, organization, project)
     return owner.id
 
 
-def _job_of_episode(service: Service, episode_id: str, credential: Credential) -> Job:
-    """The job of an episode. Raises InvalidApiKey: the key is not that of the episode."""
+@dataclass(frozen=True)
+class EpisodeAccess:
+    """The episode of a request, with its job and the run of the job when the request came."""
+
+    id: str
+    job: Job
+    run: EpisodeRun
+
+
+def _of_episode(service: Service, episode_id: str, credential: Credential) -> tuple[Job, EpisodeRun]:
+    """The job of an episode and its run. Raises InvalidApiKey: the key is not that of the episode."""
     with service.database.read() as session:
-        job = episode_servers.of_episode(session, episode_id, credential.token)
-    if job is None:
+        found = episode_servers.of_episode(session, episode_id, credential.token)
+    if found is None:
         raise InvalidApiKey(
             "This is not the key of this episode. Each episode that is leased has its own key."
         )
-    return job
+    return found
 
 
-def _episode_job(
+def _episode_access(
     request: Request,
     episode_id: str,
     service: ServiceDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     azures_key: Annotated[str | None, Depends(_azures_header)],
-) -> Job:
-    return _job_of_episode(service, episode_id, _credential(request, credentials, azures_key))
+) -> EpisodeAccess:
+    job, run = _of_episode(service, episode_id, _credential(request, credentials, azures_key))
+    return EpisodeAccess(episode_id, job, run)
 
 
-# The job of the episode that the path names, for a request with the key of this episode.
-EpisodeJob = Annotated[Job, Depends(_episode_job)]
+# The episode that the path names, for a request with the key of this episode.
+CurrentEpisode = Annotated[EpisodeAccess, Depends(_episode_access)]
 
 
 def session_token(request: Request) -> str:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from api.http.validation_errors import explain
 from api.resources.chat import ChatCreate, meaningful
-from api.resources.responses import ResponseCreate, response_of
+from api.resources.responses import ResponseCreate, ResponseInProgress, response_of
 from core.chat import Chat
 from core.errors import InvalidRequest
 from core.evals.batches import Endpoint, PreparedRequest
@@ -36,4 +36,4 @@ def prepare_request(endpoint: Endpoint, body: dict[str, Any]) -> PreparedRequest
 
 
 def _response(request: ResponseCreate, completion: dict[str, Any]) -> dict[str, Any]:
-    return response_of(request, completion["model"], completion)
+    return response_of(ResponseInProgress(request, completion["model"]), completion)

@@ -4,9 +4,10 @@ The agent leases an episode, points a client of OpenAI's API at its base URL, an
 answers (worker/rollout/agent_episodes.py); the API checks requests and forwards them.
 """
 
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -15,7 +16,7 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from api.http.deps import CurrentProject, EpisodeJob, Service, ServiceDep
+from api.http.deps import CurrentEpisode, CurrentProject, EpisodeAccess, ServiceDep
 from api.http.json_responses import JSON, encode
 from api.http.openapi import FOR_KEY_OF_EPISODE, refusals
 from api.http.shapes import Body
@@ -24,13 +25,15 @@ from core.asgi import UNBUFFERED, until_gone
 from core.chat import Message, Text
 from core.database.states import JOB
 from core.database.tables import Job
-from core.errors import EpisodeRefused, InvalidJobState, InvalidParameter, NotReady
+from core.errors import EpisodeOver, EpisodeRefused, InvalidJobState, InvalidParameter, NotReady
 from core.jobs import episode_servers, lifecycle
 from core.jobs.episode_servers import EpisodeRun
 from core.jobs.tools import is_played_by_agent
+from core.outbound.http import trusted_client
 from core.telemetry import tracing
 from graders.types import MAX_SCORE, is_score
 
+log = logging.getLogger(__name__)
 router = APIRouter(prefix="/regraft", tags=["regraft"])
 
 MAX_LEASES = 256
@@ -38,15 +41,16 @@ MAX_WAIT_S = 60.0
 MAX_KEY = 255
 MAX_WAITING = 64  # requests of one API process for episodes of a run
 RETRY_AFTER = 2  # seconds
-# An answer takes minutes, and a step has hundreds of episodes: none waits for the connection of another.
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 # Parameters that would change what is sampled, and that no value of has the same meaning as none.
 _REFUSED = ("logit_bias", "stop", "logprobs", "top_logprobs")
 _SAMPLING = ("temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "reasoning_effort")
 
 
 class EpisodeRuns:
-    """The connections of one API process to the runs of jobs. Belongs to one event loop."""
+    """The connections of one API process to the runs of jobs. Belongs to one event loop.
+
+    An answer takes minutes, and a step has hundreds of episodes: none waits for the connection of another.
+    """
 
     def __init__(self, timeout: httpx.Timeout = TIMEOUT) -> None:
         self._timeout = timeout
@@ -76,14 +80,15 @@ class EpisodeRuns:
             EpisodeRefused: the run refuses it.
         """
         if self._client is None:
-            # No proxy for external hosts must receive this.
-            self._client = httpx.AsyncClient(timeout=self._timeout, limits=LIMITS, trust_env=False)
+            self._client = trusted_client()
         headers = {"authorization": f"Bearer {run.secret}", **tracing.outgoing()}
         try:
-            answer = await self._client.post(f"{run.url}{path}", content=encode(body), headers=headers)
+            answer = await self._client.post(
+                f"{run.url}{path}", content=encode(body), headers=headers, timeout=self._timeout
+            )
         except httpx.TransportError as cause:
             message = "The run of the job does not answer."
-            if isinstance(cause, httpx.ConnectError):
+            if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
                 message += (
                     " If this lasts, its worker is on another machine: REGRAFT_EPISODES_HOST is set there."
                 )
@@ -93,8 +98,12 @@ class EpisodeRuns:
             raise EpisodeRefused(
                 answer.status_code, error["message"], param=error["param"], code=error["code"]
             )
-        if answer.status_code != 200:
+        if answer.status_code == 503:
             raise NotReady("The run of the job has ended; try again.", retry_after=RETRY_AFTER)
+        if answer.status_code != 200:
+            log.error("the run at %s answered %s with the status %s", run.url, path, answer.status_code)
+            message = "The run of the job cannot answer; the log of the service has its status."
+            raise NotReady(message, retry_after=RETRY_AFTER)
         return answer.json()
 
 
@@ -165,6 +174,13 @@ def _leased(request: Request, run: EpisodeRun, leased: Mapping[str, Any]) -> Lea
     return LeasedEpisode(base_url=base_url, api_key=episode_servers.key_of(run.secret, id), **leased)
 
 
+def refuse_in_episode(parameters: Sequence[str]) -> None:
+    """Raise InvalidParameter for the first of these parameters."""
+    for name in parameters:
+        message = f"Unsupported parameter: '{name}' is not supported in an episode; leave it out."
+        raise InvalidParameter(message, param=name, code="unsupported_parameter")
+
+
 class EpisodeChat(ChatCreate):
     """A request for an answer in an episode. Its own sampling parameters have no effect."""
 
@@ -176,9 +192,7 @@ class EpisodeChat(ChatCreate):
         refused += [name for name in ("frequency_penalty", "presence_penalty") if getattr(self, name)]
         refused += ["response_format"] if not isinstance(self.response_format, Text | None) else []
         refused += ["tool_choice"] if self.tool_choice not in (None, "auto") else []
-        for name in refused:
-            message = f"Unsupported parameter: '{name}' is not supported in an episode; leave it out."
-            raise InvalidParameter(message, param=name, code="unsupported_parameter")
+        refuse_in_episode(refused)
         return self
 
     def to_run(self, key: str, *, is_retry: bool) -> dict[str, Any]:
@@ -220,15 +234,14 @@ async def answer_in_episode(
     request: Request,
     episode_id: str,
     body: EpisodeChat,
-    job: EpisodeJob,
-    service: ServiceDep,
+    episode: CurrentEpisode,
     runs: JobRuns,
     key: IdempotencyKey = "",
     retries: RetryCount = 0,
 ) -> Response:
     """Create a chat completion with the model that is trained. A repeated request gets the first answer."""
     asked = body.to_run(key, is_retry=retries > 0)
-    answer = await until_gone(request.receive, _to_run(service, runs, job, episode_id, "chat", asked))
+    answer = await until_gone(request.receive, to_run(runs, episode, "chat", asked))
     if answer is None:
         return Response(status_code=499)
     completion = answer | {"model": body.model}
@@ -240,40 +253,38 @@ async def answer_in_episode(
     )
 
 
-async def _to_run(
-    service: Service, runs: EpisodeRuns, job: Job, episode_id: str, route: str, body: Mapping[str, Any]
-) -> Any:
+async def to_run(runs: EpisodeRuns, episode: EpisodeAccess, route: str, body: Mapping[str, Any]) -> Any:
     """The answer of the run to a request about an episode.
 
     Raises:
-        EpisodeRefused: the job has ended, or the step of the episode.
+        EpisodeOver: the job has ended, or the step of the episode.
     """
-
-    def find() -> EpisodeRun | None:
-        with service.database.read() as session:
-            return episode_servers.of_job(session, job)
-
-    run = await to_thread.run_sync(find)
-    if run is None or job.status not in JOB.running:
-        message = f"The job {job.id} is {job.status}, so its episodes are over."
-        raise EpisodeRefused(409, message, param=None, code="episode_over")
-    if not run.url:  # a step ends after all its episodes
-        message = f"The step of the episode {episode_id} has ended."
-        raise EpisodeRefused(409, message, param=None, code="episode_over")
-    return await runs.post(run, f"/episodes/{episode_id}/{route}", body)
+    job = episode.job
+    if job.status not in JOB.running:
+        raise EpisodeOver(f"The job {job.id} is {job.status}, so its episodes are over.")
+    if not episode.run.url:  # a step ends after all its episodes
+        raise EpisodeOver(f"The step of the episode {episode.id} has ended.")
+    return await runs.post(episode.run, f"/episodes/{episode.id}/{route}", body)
 
 
 async def _events(completion: dict[str, Any], *, with_usage: bool) -> AsyncIterator[bytes]:
-    """A chat completion as server-sent events. It is whole by then: each field of the message is one piece."""
-    [choice] = completion["choices"]
-    shared = {name: completion[name] for name in ("id", "created", "model")}
-    message = choice["message"]
-    for delta in _deltas(message):
-        yield _event(shared, [{"index": 0, "delta": delta, "finish_reason": None}])
-    yield _event(shared, [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}])
-    if with_usage:
-        yield _event(shared, [], completion["usage"])
+    """A chat completion as server-sent events."""
+    for chunk in chunks_of(completion):
+        if chunk["choices"] or with_usage:
+            yield b"data: " + encode(chunk) + b"\n\n"
     yield b"data: [DONE]\n\n"
+
+
+def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A chat completion, which is whole, as chunks: each field of the message is one, and the last has the usage."""
+    [choice] = completion["choices"]
+    frame = {name: completion[name] for name in ("id", "created", "model")}
+    frame["object"] = "chat.completion.chunk"
+    ends = [(delta, None) for delta in _deltas(choice["message"])] + [({}, choice["finish_reason"])]
+    for delta, reason in ends:
+        piece = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        yield frame | {"choices": [piece]}
+    yield frame | {"choices": [], "usage": completion["usage"]}
 
 
 def _deltas(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -284,11 +295,6 @@ def _deltas(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"tool_calls": [{"index": number} | call for number, call in enumerate(message["tool_calls"])]}
         )
     return deltas
-
-
-def _event(shared: dict[str, Any], choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-    chunk = {"object": "chat.completion.chunk", **shared, "choices": choices}
-    return b"data: " + encode(chunk if usage is None else chunk | {"usage": usage}) + b"\n\n"
 
 
 class EpisodeModel(BaseModel):
@@ -304,8 +310,9 @@ class EpisodeModels(BaseModel):
 
 
 @router.get("/episodes/{episode_id}/v1/models", openapi_extra=FOR_KEY_OF_EPISODE)
-async def list_models_of_episode(episode_id: str, job: EpisodeJob) -> EpisodeModels:
+async def list_models_of_episode(episode_id: str, episode: CurrentEpisode) -> EpisodeModels:
     """List the model of the job, which answers under any name."""
+    job = episode.job
     return EpisodeModels(data=[EpisodeModel(id=job.model, created=job.created_at)])
 
 
@@ -339,8 +346,8 @@ class CompletedEpisode(BaseModel):
     "/episodes/{episode_id}/complete", responses=refusals(409, 503), openapi_extra=FOR_KEY_OF_EPISODE
 )
 async def complete_episode(
-    episode_id: str, body: CompleteBody, job: EpisodeJob, service: ServiceDep, runs: JobRuns
+    episode_id: str, body: CompleteBody, episode: CurrentEpisode, runs: JobRuns
 ) -> CompletedEpisode:
     """End an episode: `ready` to be graded, or `failed` to be leased once more."""
-    await _to_run(service, runs, job, episode_id, "complete", body.model_dump())
+    await to_run(runs, episode, "complete", body.model_dump())
     return CompletedEpisode(id=episode_id, status=body.status, completed_at=int(time.time()))

@@ -174,7 +174,7 @@ class RunOut(BaseModel):
             or summary.criteria_results(kept),
             data_source=source,
             metadata=hide_in_foreign(run.metadata_) if "imported" in kept else run.metadata_,
-            error=hide_in_foreign(run.error) if "imported" in kept else hide_in_error(run.error),
+            error=hide_in_foreign(run.error),
             **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
             progress={"finished": finished, "total": run.total},
             started_at=run.started_at,

@@ -1,4 +1,4 @@
-"""`method.reinforcement.tools` of a job, as Azure has it, its `environment`, and the checks of a job with either."""
+"""`tools` and `environment` in `method.reinforcement` of a job, and the checks of jobs that have one of them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

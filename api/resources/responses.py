@@ -351,6 +351,10 @@ class ResponseCreate(Generation):
 
     def chat(self) -> Chat:
         """The same request as a chat completion. Validation here implies validity there."""
+        return Chat.model_validate(self.chat_parameters())
+
+    def chat_parameters(self) -> dict[str, Any]:
+        """The parameters of the same request as a chat completion."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -358,7 +362,7 @@ class ResponseCreate(Generation):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += merged(item.chat() for item in self.input)
-        chat = {
+        return {
             "model": self.model,
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -374,7 +378,6 @@ class ResponseCreate(Generation):
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
-        return Chat.model_validate(chat)
 
     def _tool_choice(self) -> Any:
         if isinstance(self.tool_choice, ChosenFunction):
@@ -567,12 +570,11 @@ async def create_response(
         return PassedOn(chat.answer, events(ResponseInProgress(body.request, model), chunks(chat.answer)))
     if chat.status_code != 200:
         return chat
-    return JSON(response_of(body.request, model, json.loads(bytes(chat.body))))
+    return JSON(response_of(ResponseInProgress(body.request, model), json.loads(bytes(chat.body))))
 
 
-def response_of(request: ResponseCreate, model: str, completion: dict[str, Any]) -> dict[str, Any]:
+def response_of(answer: ResponseInProgress, completion: dict[str, Any]) -> dict[str, Any]:
     """The whole response whose chat completion this is."""
-    answer = ResponseInProgress(request, model)
     [choice] = completion["choices"]
     calls = [
         CallInProgress(call["id"], call["function"]["name"], call["function"]["arguments"])

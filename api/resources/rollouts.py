@@ -158,9 +158,7 @@ class RolloutOut(BaseModel):
     ]
     conversation: Annotated[
         list[dict[str, Any]] | None,
-        Field(
-            description="The messages after the prompt of an episode with executed tools; null: it has one answer."
-        ),
+        Field(description="The messages after the prompt of an episode; null: the answer is of one call."),
     ]
     stop: Annotated[
         str | None,

@@ -56,17 +56,20 @@ def publish(session: Session, job: Job, url: str) -> str:
 def of_job(session: Session, job: Job) -> EpisodeRun | None:
     """The run of a job; None: it has never sampled."""
     row = session.get(EpisodeServer, job.id)
-    if row is None:
-        return None
+    return None if row is None else _run(row, job)
+
+
+def _run(row: EpisodeServer, job: Job) -> EpisodeRun:
     is_there = job.status in JOB.running and row.epoch == job.epoch
     return EpisodeRun(row.url if is_there else "", row.secret)
 
 
-def of_episode(session: Session, episode: str, key: str) -> Job | None:
-    """The job of an episode, if the key is that of the episode."""
+def of_episode(session: Session, episode: str, key: str) -> tuple[Job, EpisodeRun] | None:
+    """The job of an episode and its run, if the key is that of the episode."""
     job_id = job_of(episode)
     row = None if job_id is None else session.get(EpisodeServer, job_id)
     # Without a row a key is compared too, so that the time of the answer does not show it.
     expected = key_of("" if row is None else row.secret, episode)
     is_right = hmac.compare_digest(expected.encode(), key.encode(errors="replace"))
-    return session.scalar(select(Job).where(Job.id == job_id)) if row is not None and is_right else None
+    job = session.scalar(select(Job).where(Job.id == job_id)) if row is not None and is_right else None
+    return None if row is None or job is None else (job, _run(row, job))

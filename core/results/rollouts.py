@@ -54,7 +54,7 @@ SCHEMA = pa.schema(
             pa.string(),
         ),  # JSON: the calls in it, in OpenAI's format; null: the row has no tools
         ("output_tools_error", pa.string()),  # why calls could not be read, so that they are in the text
-        # Of an episode with executed tools; null: the answer is of one call.
+        # Of an episode; null: the answer is of one call.
         ("conversation", pa.string()),  # JSON: the messages after the prompt
         ("stop", pa.string()),  # why it ended
         ("trace_id", pa.string()),  # as tools and the grader got it

@@ -26,15 +26,15 @@ import openai
 from openai import AsyncOpenAI, BaseModel, OpenAI
 
 from regraft.progress import FINAL
+from regraft.resources.waiting import is_temporary
 from regraft.sync.client import Regraft
 
 log = logging.getLogger(__name__)
 
+MAX_LEASES = 256  # of one request, which the server allows
 WAIT_S = 10.0  # of one request for episodes
 PAUSE_S = 1.0  # after a request that found none, as while the job learns
 PATIENCE_S = 600.0  # with a server that does not answer
-# The server is not there, or has too much to do: a later request may succeed.
-_LATER = (openai.InternalServerError, openai.APIConnectionError, openai.RateLimitError)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ class Episode:
 
 
 Agent = Callable[[Episode], float | Awaitable[float | None] | None]
-"""Plays an episode. Returns its reward; None: the job's grader scores it. An error gives the episode back, once."""
+"""Plays an episode. Returns its reward; None: the job's grader scores it.
+
+An error gives the episode back, once; after a limit, such as max_episode_steps, the grader scores what was sampled.
+"""
 
 
 @dataclass(frozen=True)
@@ -148,15 +151,15 @@ class _Player:
 
     def _lease(self, most: int) -> _Leases | None:
         """Lease episodes; None: the server is not there."""
-        if not most:
-            return None
         try:
             leases = self._client.post(
                 f"/regraft/jobs/{self._job}/episodes/lease",
-                body={"max": most, "wait_s": WAIT_S},
+                body={"max": min(most, MAX_LEASES), "wait_s": WAIT_S},
                 cast_to=_Leases,
             )
-        except _LATER:
+        except openai.APIError as error:
+            if not is_temporary(error):
+                raise
             now = self._clock()
             self._failing_since = now if self._failing_since is None else self._failing_since
             if now - self._failing_since > PATIENCE_S:
@@ -201,12 +204,9 @@ class _Player:
             )
         except openai.ConflictError:  # it is over: its deadline has passed, or its step or the job has ended
             return True
-        except _LATER as cause:
-            log.warning("the episode %s could not be completed: %s", episode.id, cause)
-            return True
-        except openai.APIError as cause:
-            log.warning("the episode %s is not completed: %s", episode.id, cause)
-            return False
+        except openai.APIError as error:
+            log.warning("the episode %s is not completed: %s", episode.id, error)
+            return is_temporary(error)
         return True
 
 

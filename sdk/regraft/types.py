@@ -951,7 +951,7 @@ class Rollout(BaseModel):
     output_tools_error: str | None = None
     """The reason why the calls in the answer could not be read; they are in its text."""
     conversation: list[dict[str, Any]] | None = None
-    """The messages after the prompt of an episode with executed tools; None: it has one answer."""
+    """The messages after the prompt of an episode; None: the answer is of one call."""
     stop: str | None = None
     """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
     trace_id: str | None = None
@@ -1175,9 +1175,9 @@ class StepMetrics(BaseModel):
     cut_thoughts_share: float | None = None
     """Share of the answers that ended within their thought."""
     episode_turns_mean: float | None = None
-    """With executed tools: mean number of calls of the policy in an episode."""
+    """Mean number of calls of the policy in an episode."""
     episode_context_tokens_mean: float | None = None
-    """With executed tools: mean length of what an episode read after its prompt."""
+    """Mean length of what an episode read after its prompt."""
     tool_calls_mean: float | None = None
     """Mean number of calls of tools in an episode."""
     tool_errors_share: float | None = None
@@ -1197,7 +1197,7 @@ class StepMetrics(BaseModel):
     stop_time_share: float | None = None
     """Share of the episodes that ended at their time limit."""
     stop_discarded_share: float | None = None
-    """Share of the episodes that were discarded because a tool failed."""
+    """Share of the episodes that were discarded because a tool or the agent failed."""
     groups_mixed_share: float | None = None
     """Share of the groups with signal: their rewards differ."""
     groups_all_zero_share: float | None = None

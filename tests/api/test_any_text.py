@@ -190,12 +190,14 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
     "/v1/regraft/session": ({"login_token": "t"}, {}),
     "/v1/regraft/jobs/{job_id}/episodes/lease": ({"max": 1, "wait_s": 0}, {}),
     "/v1/regraft/episodes/{episode_id}/v1/chat/completions": ({"model": "tiny", "messages": MESSAGES}, {}),
+    "/v1/regraft/episodes/{episode_id}/v1/responses": ({"model": "tiny", "input": "hello"}, {}),
     "/v1/regraft/episodes/{episode_id}/complete": ({"status": "ready", "reward": 1}, {}),
 }
 # Whose example is refused here, without an inference server, a browser, an agent, or an endpoint on the internet.
 REFUSED = {
     "/v1/regraft/jobs/{job_id}/episodes/lease",
     "/v1/regraft/episodes/{episode_id}/v1/chat/completions",
+    "/v1/regraft/episodes/{episode_id}/v1/responses",
     "/v1/regraft/episodes/{episode_id}/complete",
     "/v1/uploads/{upload_id}/complete",
     "/v1/regraft/previews",

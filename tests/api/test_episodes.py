@@ -44,6 +44,7 @@ class Run:
     def __init__(self) -> None:
         self.got: list[tuple[str, Any]] = []
         self.refuses = ""  # the path that it refuses
+        self.status = 409  # of refusals
         self.open: list[Any] = []
         self.app = FastAPI()
 
@@ -58,7 +59,7 @@ class Run:
                     "param": None,
                     "code": "episode_over",
                 }
-                return JSONResponse({"error": error}, 409)
+                return JSONResponse({"error": error}, self.status)
             return JSONResponse(
                 {"data": self.open} if path == "lease" else SAID if path.endswith("chat") else {}
             )
@@ -224,6 +225,19 @@ def test_what_the_run_refuses_has_the_status_of_the_run(agent: TestClient, job: 
     answer = agent.post(path_of(job, CHAT_PATH), json=CHAT)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "episode_over")
+
+
+@pytest.mark.parametrize(("status", "has_ended"), [(503, True), (500, False), (401, False)])
+def test_a_run_that_fails_is_told_from_one_that_has_ended(
+    agent: TestClient, job: str, run: Run, caplog: pytest.LogCaptureFixture, status: int, has_ended: bool
+) -> None:
+    run.refuses, run.status = "chat", status
+
+    answer = agent.post(path_of(job, CHAT_PATH), json=CHAT)
+
+    assert answer.status_code == 503
+    assert ("has ended" in answer.text) == has_ended
+    assert (f"with the status {status}" in caplog.text) != has_ended
 
 
 def test_an_episode_of_a_job_that_has_ended_is_over(house: House, agent: TestClient, job: str) -> None:

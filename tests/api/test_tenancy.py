@@ -422,6 +422,7 @@ WITHOUT_IDS = {
     "/v1/regraft/session": "a key, which is looked up in all projects",
     "/v1/regraft/jobs/{job_id}/episodes/lease": "numbers",
     "/v1/regraft/episodes/{episode_id}/v1/chat/completions": "messages",
+    "/v1/regraft/episodes/{episode_id}/v1/responses": "messages",
     "/v1/regraft/episodes/{episode_id}/complete": "a reward",
 }
 

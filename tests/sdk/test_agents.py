@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from tests.api.test_chat import served
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LEASED = {
     "api_key": "episode-key", "item": {"digit": "7"}, "messages": [], "tools": [], "split": "train", "trace_id": "t",
     "deadline": 9,
@@ -31,11 +33,13 @@ class Service:
     def __init__(self) -> None:
         self.leases: list[Any] = []
         self.completed: dict[str, tuple[str, Any]] = {}  # key and body by id
+        self.most: list[int] = []  # of the requests for episodes
         self.refuses = 0  # the status of completions that are ready
         self.app = FastAPI()
 
         @self.app.post("/v1/regraft/jobs/{job}/episodes/lease")
         async def lease(job: str, request: Request) -> Response:
+            self.most.append(json.loads(await request.body())["max"])
             if not self.leases:
                 return JSONResponse({"data": [], "job_status": "succeeded"})
             found = self.leases.pop(0)
@@ -63,9 +67,11 @@ def play(service: Service) -> Iterator[Callable[[Agent], Played]]:
         yield partial(played, url)
 
 
-def played(url: str, function: Agent, **options: Any) -> Played:
+def played(url: str, function: Agent, concurrency: int = 2, **options: Any) -> Played:
     client = regraft.Regraft(base_url=f"{url}/v1", api_key="k", max_retries=0)
-    return regraft.agents.run("job", function, 2, client=client, pause=lambda seconds: None, **options)
+    return regraft.agents.run(
+        "job", function, concurrency, client=client, pause=lambda seconds: None, **options
+    )
 
 
 def test_each_episode_is_completed_with_its_reward_and_its_key(
@@ -155,10 +161,37 @@ def test_the_patience_with_a_server_begins_with_its_first_failure_in_a_row(servi
     assert service.leases == [["a"]]
 
 
+def test_more_episodes_at_once_than_a_request_may_lease_take_several_requests(service: Service) -> None:
+    service.leases = [["a"], ["b"]]
+
+    for url in served(service.app):
+        done = played(url, lambda episode: 1.0, concurrency=300)
+
+    assert done.ready == 2
+    assert set(service.most) == {256}
+
+
 def test_the_key_of_an_episode_is_not_printed() -> None:
     episode = Episode("id", "url", "secret", {}, [], [], "train", "trace", 9)
 
     assert "secret" not in repr(episode)
+
+
+def test_the_tool_of_the_examples_agent_answers_whatever_the_model_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    result_of = runpy.run_path(str(EXAMPLES / "digit_agent.py"))["result_of"]
+
+    def result(arguments: str) -> str:
+        message = result_of({"id": "c", "function": {"name": "lookup", "arguments": arguments}})
+        assert (message["role"], message["tool_call_id"]) == ("tool", "c")
+        content: str = message["content"]
+        return content
+
+    assert result('{"drawer": 2}').startswith("The digit in drawer 2 is ")
+    for wrong in ("{", "[]", "{}", '{"drawer": "two"}'):
+        assert result(wrong).startswith("error: ")
 
 
 def test_the_command_line_finds_a_function_in_the_working_directory(

@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 
+from core.errors import EpisodeRefused
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from graders.types import Grade
 from tests.worker.test_episodes import FUNCTIONS, LIMITS, PROMPT, SAMPLING, Script, read_calls, said
+from worker.episode import NO_RESULT
+from worker.recording import metrics
 from worker.refusals import PausedWhileWaiting
-from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Game, Refused, ignored_of
+from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Game, ignored_of
 from worker.rollout.agent_sampler import AgentLink, AgentRules, AgentSampler
 from worker.rollout.conversations import Message, Tools
 from worker.rollout.episodes import EpisodeLimits
 from worker.rollout.tools import ToolsFail
 from worker.sampling import Answer, Sampling
-from worker.types import NEW_ROOT, NO_ANSWER, Prompt, Rollout
+from worker.types import NEW_ROOT, NO_ANSWER, Group, Prompt, Rollout
 
 ROLES = {"system": 50, "user": 51, "assistant": 52, "tool": 53}
 ASK: Message = {"role": "user", "content": "?"}
@@ -205,9 +210,9 @@ def test_a_retry_gets_the_first_answer_and_nothing_is_sampled(options: Mapping[s
 def test_an_idempotency_key_of_another_request_is_refused() -> None:
     async def agent(ask: Any) -> None:
         await ask(ASK, key="k")
-        with pytest.raises(Refused, match="used for another request") as refused:
+        with pytest.raises(EpisodeRefused, match="used for another request") as refused:
             await ask(ASK, ASK, key="k")
-        assert refused.value.status == 400
+        assert refused.value.status_code == 400
 
     played(agent, Counted())
 
@@ -225,7 +230,7 @@ def test_what_an_agent_sampled_before_a_limit_is_graded_also_if_the_agent_then_f
         [leased] = await board.lease(1, 60)
         first = await board.ask(leased["id"], ChatRequest([ASK], FUNCTIONS))
         further = [ASK, first["choices"][0]["message"], ASK]
-        with pytest.raises(Refused, match="Complete it: what was sampled is graded"):
+        with pytest.raises(EpisodeRefused, match="Complete it: what was sampled is graded"):
             await board.ask(leased["id"], ChatRequest(further, FUNCTIONS))
         board.complete(leased["id"], Completed("failed"))
         return await playing
@@ -269,7 +274,7 @@ LONG: Message = {"role": "user", "content": "one two three four five"}
 def test_an_agent_that_shortens_its_conversation_at_a_limit_ends_as_any_other() -> None:
     async def agent(ask: Any) -> None:
         first = await ask(ASK)
-        with pytest.raises(Refused, match="has room for"):
+        with pytest.raises(EpisodeRefused, match="has room for"):
             await ask(ASK, first, LONG)
         await ask(ASK, first, ASK)
 
@@ -282,7 +287,7 @@ def test_an_agent_that_shortens_its_conversation_at_a_limit_ends_as_any_other() 
 def test_an_episode_whose_first_request_is_too_long_says_so() -> None:
     async def play() -> Rollout:
         board, playing = await _one_leased(Counted(), EpisodeLimits(calls=9, context=10))
-        with pytest.raises(Refused):
+        with pytest.raises(EpisodeRefused):
             await board.ask("episode", ChatRequest([LONG], FUNCTIONS))
         board.complete("episode", Completed("ready", 1.0))
         return await playing
@@ -297,9 +302,9 @@ def test_an_episode_whose_first_request_is_too_long_says_so() -> None:
 def test_a_reward_for_no_answer_is_refused() -> None:
     async def play() -> None:
         board, playing = await _one_leased(Counted())
-        with pytest.raises(Refused, match="no answer yet") as refused:
+        with pytest.raises(EpisodeRefused, match="no answer yet") as refused:
             board.complete("episode", Completed("ready", 1.0))
-        assert (refused.value.status, refused.value.param) == (400, "reward")
+        assert (refused.value.status_code, refused.value.param) == (400, "reward")
         await board.ask("episode", ChatRequest([ASK]))
         board.complete("episode", Completed("ready", 1.0))
         await playing
@@ -331,7 +336,7 @@ def test_a_refused_request_is_not_kept() -> None:
         board, playing = await _one_leased(Counted(), EpisodeLimits(calls=9, context=10))
         request = ChatRequest([LONG], FUNCTIONS)
         watched = weakref.ref(request)
-        with pytest.raises(Refused):
+        with pytest.raises(EpisodeRefused):
             await board.ask("episode", request)
         del request
         await asyncio.sleep(0)
@@ -349,9 +354,9 @@ def test_an_abandoned_episode_is_leased_once_more_and_then_has_no_reward() -> No
         for _ in range(2):
             [leased] = await board.lease(1, 60)
         rollout = await playing
-        with pytest.raises(Refused, match="its deadline has passed") as refused:
+        with pytest.raises(EpisodeRefused, match="its deadline has passed") as refused:
             await board.ask(leased["id"], ChatRequest([ASK]))
-        assert refused.value.status == 409
+        assert refused.value.status_code == 409
         return rollout
 
     rollout = asyncio.run(play())
@@ -359,6 +364,22 @@ def test_an_abandoned_episode_is_leased_once_more_and_then_has_no_reward() -> No
     assert rollout.is_discarded
     assert rollout.episode is not None
     assert rollout.episode.problem == "the agent did not complete it in 0 s"
+
+
+def test_a_request_that_gets_no_episode_waits_for_the_next_one() -> None:
+    async def play() -> None:
+        board = Board(game(Counted()), lambda: "episode", 60)
+        asking = [asyncio.create_task(board.lease(1, 60)) for _ in range(2)]
+        await asyncio.sleep(0)
+        playing = asyncio.create_task(board.play(ROW, 0, "trace"))
+        for _ in range(20):  # until both have seen it
+            await asyncio.sleep(0)
+        assert [one.done() for one in asking] == [True, False]
+        board.close()
+        assert await asking[1] == []
+        playing.cancel()
+
+    asyncio.run(play())
 
 
 def test_the_first_completion_of_an_episode_counts() -> None:
@@ -369,12 +390,12 @@ def test_the_first_completion_of_an_episode_counts() -> None:
         await board.ask(leased["id"], ChatRequest([ASK]))
         board.complete("episode", Completed("ready", 0.5))
         board.complete("episode", Completed("ready", 0.5))
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(EpisodeRefused) as refused:
             board.complete("episode", Completed("ready", 1.0))
-        assert refused.value.status == 409
-        with pytest.raises(Refused) as refused:
+        assert refused.value.status_code == 409
+        with pytest.raises(EpisodeRefused) as refused:
             await board.ask("episode", ChatRequest([ASK]))
-        assert refused.value.status == 409
+        assert refused.value.status_code == 409
         return await playing
 
     rollout = asyncio.run(play())
@@ -393,7 +414,7 @@ def test_a_completion_aborts_what_is_being_sampled() -> None:
         while not calls.drawn:
             await asyncio.sleep(0)
         board.complete("episode", Completed("ready"))
-        with pytest.raises(Refused):
+        with pytest.raises(EpisodeRefused):
             await asking
         assert (await playing).is_discarded  # without an answer there is nothing to grade
 
@@ -405,9 +426,9 @@ def test_tools_of_a_model_that_has_none_are_refused_by_name() -> None:
         board = Board(game(Counted(), tools_problem="the chat_template has none"), lambda: "episode", 60)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
         await board.lease(1, 60)
-        with pytest.raises(Refused, match="chat_template") as refused:
+        with pytest.raises(EpisodeRefused, match="chat_template") as refused:
             await board.ask("episode", ChatRequest([ASK], FUNCTIONS))
-        assert (refused.value.status, refused.value.param) == (400, "tools")
+        assert (refused.value.status_code, refused.value.param) == (400, "tools")
         playing.cancel()
 
     asyncio.run(play())
@@ -423,6 +444,25 @@ def test_other_sampling_parameters_are_reported_once() -> None:
 
     assert len(answers) == 4
     assert reported == [{"temperature": 0.2, "seed": 1}]
+
+
+def test_calls_whose_result_nobody_read_are_no_errors_of_tools() -> None:
+    async def agent(ask: Any) -> None:
+        first = await ask(ASK)
+        await ask(ASK, first, *result_of(first))
+
+    rollout = played(agent, Counted(['search:{"q":1}', 'search:{"q":2}']))
+
+    assert [(call["output"], call["error"]) for call in rollout.tool_calls] == [
+        ("42", None),
+        (None, NO_RESULT),
+    ]
+    groups_P = [Group(ROW, (rollout,), (Grade(1.0),))]
+    measured = metrics.of_step(
+        step=1, total_steps=1, graders=(), settings=resolve(Hyperparameters(), rows=1, parameters=1, context=9),
+        train_P=groups_P, resampled_P=(), valid_P=None, update=None, seconds={},
+    )  # fmt: skip
+    assert (measured.tool_calls_mean, measured.tool_errors_share) == (1, 0)
 
 
 def test_the_jobs_own_sampling_parameters_are_no_others() -> None:
@@ -485,7 +525,7 @@ def test_a_job_whose_agent_fails_most_episodes_pauses() -> None:
 
 
 @asynccontextmanager
-async def nobody(board: Board) -> AsyncIterator[None]:
+async def no_agent(board: Board) -> AsyncIterator[None]:
     yield
 
 
@@ -495,7 +535,7 @@ def test_a_job_that_waits_for_an_agent_can_be_paused() -> None:
         raise PausedWhileWaiting
 
     with pytest.raises(PausedWhileWaiting):
-        sampled(nobody, waiting=paused)
+        sampled(no_agent, waiting=paused)
 
 
 @dataclass

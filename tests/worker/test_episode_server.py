@@ -1,6 +1,7 @@
 """The HTTP server of a run whose episodes an agent plays."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,20 +20,20 @@ ASKED = {
 }  # fmt: skip
 
 
+def client_of(listening: socket.socket) -> httpx.AsyncClient:
+    headers = {"authorization": "Bearer between us"}
+    return httpx.AsyncClient(base_url=url_of(listening), headers=headers, trust_env=False, timeout=60)
+
+
 def with_server(talk: Callable[[httpx.AsyncClient, "asyncio.Task[Rollout]"], Awaitable[None]]) -> None:
     """Talk with the server of a board that has one episode."""
 
     async def run() -> None:
         board = Board(game(Counted()), lambda: "episode", 60)
-        listening = listener("127.0.0.1")
-        url = url_of(listening)
         playing = asyncio.create_task(board.play(ROW, 0, "trace"))
-        headers = {"authorization": "Bearer between us"}
-        async with (
-            served(board, listening, "between us", Settings()),
-            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client,
-        ):
-            await talk(client, playing)
+        with listener("127.0.0.1") as listening:
+            async with client_of(listening) as client, served(board, listening, "between us", Settings()):
+                await talk(client, playing)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
 
@@ -66,16 +67,28 @@ def test_only_the_api_has_the_secret_of_the_run() -> None:
 
 
 def test_a_request_that_waits_for_an_episode_does_not_hold_up_the_end_of_a_step() -> None:
-    waiting: list[Any] = []
+    async def run() -> Any:
+        board = Waited(game(Counted()), lambda: "episode", 60)
+        with listener("127.0.0.1") as listening:
+            async with client_of(listening) as client:
+                async with served(board, listening, "between us", Settings()):
+                    asking = asyncio.create_task(client.post("/lease", json={"max": 1, "wait_s": 60}))
+                    await board.is_waited_for.wait()
+                return (await asking).json()
 
-    async def talk(client: httpx.AsyncClient, playing: "asyncio.Task[Rollout]") -> None:
-        await client.post("/lease", json={"max": 1, "wait_s": 0})
-        waiting.append(asyncio.create_task(client.post("/lease", json={"max": 1, "wait_s": 60})))
-        await client.post("/lease", json={"max": 1, "wait_s": 0})
+    assert asyncio.run(run()) == {"data": []}
 
-    with_server(talk)
 
-    assert waiting
+class Waited(Board):
+    """Knows that a request waits for an episode."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_waited_for = asyncio.Event()
+
+    async def lease(self, most: int, wait_s: float) -> list[dict[str, Any]]:
+        self.is_waited_for.set()
+        return await super().lease(most, wait_s)
 
 
 @pytest.mark.parametrize("has_episode", [False, True])

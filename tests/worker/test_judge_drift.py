@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
+from worker.episode import Episode
 from worker.prepare.rollouts import judged_range
 from worker.rollout.anchors import ANCHORS, JudgeAnchors
 from worker.types import Group, Prompt, Rollout
@@ -87,6 +89,20 @@ def test_each_validation_asks_for_a_bounded_number_of_grades_more(bench: Bench) 
     asyncio.run(anchors.drift(groups))
 
     assert judge.graded - before == ANCHORS
+
+
+def test_a_reward_that_an_agent_gave_is_no_score_of_the_judge() -> None:
+    episode = Episode((), (), "final", "trace", reward=1.0)
+    answer = replace(Rollout((1,), (-0.5,), "red", "stop"), episode=episode)
+    by_agent = Group(Prompt(1, (1,), {"answer": "red"}), (answer,), (Grade(1.0),))
+    graded = replace(answer, episode=replace(episode, reward=None))
+    by_judge = Group(Prompt(2, (1,), {"answer": "red"}), (graded,), (Grade(0.6),))
+    judge = Judge(0.0)
+    anchors = JudgeAnchors(judge, looks=4)
+    asyncio.run(anchors.drift([by_agent, by_judge]))
+
+    assert asyncio.run(anchors.drift([by_agent, by_judge]))["judge_drift"] == 0.0
+    assert judge.graded == 1
 
 
 def test_a_judge_that_is_away_ends_no_run(bench: Bench) -> None:

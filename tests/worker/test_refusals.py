@@ -729,7 +729,7 @@ def test_a_job_that_cannot_succeed_has_one_attempt_and_no_traceback(
 
 
 def test_discarded_episodes_are_no_failures_of_the_grader() -> None:
-    """A tool failed: the share of ungraded answers, by which a job fails, is of the others."""
+    """A tool or the agent failed: the share of ungraded answers, by which a job fails, is of the others."""
     lost = Episode((), (), "discarded", "trace_1", "HTTP 500")
     episode = replace(Rollout((1,), (-1.0,), "", "stop"), episode=lost)
     whole = Rollout((1,), (-1.0,), "", "stop")
@@ -739,4 +739,4 @@ def test_discarded_episodes_are_no_failures_of_the_grader() -> None:
     assert metrics.ungraded([group]) is None
     discarded = metrics.discarded([group])
     assert discarded is not None
-    assert discarded.message == ("2 of 3 episodes were discarded because a tool failed. Most often: HTTP 500")
+    assert discarded.message == "2 of 3 episodes were discarded. Most often: HTTP 500"

@@ -9,7 +9,6 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from core.database.tables import Job
 from core.jobs import episode_servers, lifecycle
 from core.jobs import tools as job_tools
 from core.jobs.params import TOOLS_PARAM
@@ -105,18 +104,18 @@ def _as_it_is(answer: Rollout, row: Mapping[str, Any]) -> Rollout:
 @asynccontextmanager
 async def published(plan: TrainingPlan, board: Board) -> AsyncIterator[None]:
     """Serve the board in the context, at an address that the API finds."""
+    with listener(plan.settings.episodes_host) as listening:
+        secret = await _publish(plan, url_of(listening))
+        try:
+            async with served(board, listening, secret, plan.settings):
+                yield
+        finally:
+            await _publish(plan, "")
 
-    def publish(url: str, session: Session, job: Job) -> str:
-        return episode_servers.publish(session, job, url)
 
-    listening = listener(plan.settings.episodes_host)
-    url = url_of(listening)
-    secret = await asyncio.to_thread(plan.attempt.write, partial(publish, url))
-    try:
-        async with served(board, listening, secret, plan.settings):
-            yield
-    finally:
-        await asyncio.to_thread(plan.attempt.write, partial(publish, ""))
+async def _publish(plan: TrainingPlan, url: str) -> str:
+    """Note where the run listens, and return the secret of its job."""
+    return await asyncio.to_thread(plan.attempt.write, partial(episode_servers.publish, url=url))
 
 
 async def still_wanted(plan: TrainingPlan, is_idle: bool) -> None:

@@ -12,7 +12,7 @@ from core.rewards import equal
 from core.statistics import sequential_low
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
-from worker.episode import NOT_EXECUTED, StopReason
+from worker.episode import NO_RESULT, NOT_EXECUTED, StopReason
 from worker.history import Steps, first
 from worker.recording import answer_statistics, passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
@@ -200,13 +200,13 @@ def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
 
 
 def discarded(groups_P: Sequence[Group]) -> Ungraded | None:
-    """The episodes that no grader got, because a tool failed; None: there are none."""
+    """The episodes that no grader got, because a tool or the agent failed; None: there are none."""
     episodes = [one.episode for one in _rollouts(groups_P) if one.episode is not None and one.is_discarded]
     if not episodes:
         return None
     reasons = [reason for reason, _ in Counter(one.problem for one in episodes).most_common(5)]
     every = len(_rollouts(groups_P))
-    count = f"{len(episodes)} of {every} episodes were discarded because a tool failed."
+    count = f"{len(episodes)} of {every} episodes were discarded."
     return Ungraded(f"{count} Most often: {reasons[0]}", len(episodes) / every, reasons)
 
 
@@ -334,11 +334,11 @@ def below_best(best_N: RowScores | None, now_N: RowScores, looks: int) -> dict[s
 
 
 def _episodes(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The turns, ends and tools of episodes; empty without executed tools."""
+    """The turns, ends and tools of episodes; empty without episodes."""
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    uses = [use for episode in episodes for use in episode.uses if use.error != NOT_EXECUTED]
+    uses = [use for episode in episodes for use in episode.uses if use.error not in (NOT_EXECUTED, NO_RESULT)]
     stops = Counter(episode.stop for episode in episodes)
     seconds = sorted(use.seconds for use in uses if use.seconds > 0)
     data = {
@@ -424,7 +424,7 @@ def _grades(groups_P: Sequence[Group]) -> list[Grade]:
 
 
 def given_to_graders(groups_P: Sequence[Group]) -> list[Grade]:
-    """The grades of all answers but discarded episodes: a tool failed there, and not the grader."""
+    """The grades of all answers but discarded episodes: a tool or the agent failed there, and not the grader."""
     return [
         grade
         for group in groups_P

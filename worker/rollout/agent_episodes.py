@@ -9,40 +9,35 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal, Protocol
 
-from worker.episode import Episode, StopReason, ToolUse
+from core.chat import token_usage
+from core.errors import EpisodeOver, EpisodeRefused
+from worker.episode import NO_RESULT, Episode, StopReason, ToolUse
 from worker.refusals import ChatTemplateFailed
 from worker.rollout.conversations import Message, Tools, continued, spelled
-from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of
+from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of, with_calls
 from worker.rollout.token_tree import Parent, TokenTree
 from worker.sampling import SampledTurns, Sampling
 from worker.types import NO_ANSWER, Node, Prompt, Rollout
 
 LEASES = 2  # of an episode, before it has no reward
-NO_RESULT = "the agent has sent no result"
 Status = Literal["ready", "failed"]
 
 
-class Refused(Exception):
-    """A request that cannot be answered, in the terms of OpenAI's API."""
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-
-
-class EpisodeOver(Refused):
-    def __init__(self, episode: str) -> None:
-        super().__init__(
-            409, f"The episode {episode} is completed, or its deadline has passed.", "episode_over"
-        )
-
-
 class SamplerFailed(Exception):
-    """The sampler gave no answer; its error is the cause."""
+    """The sampler gave no answer."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _over(episode: str) -> EpisodeOver:
+    return EpisodeOver(f"The episode {episode} is completed, or its deadline has passed.")
 
 
 class Rendering(Protocol):
@@ -118,7 +113,7 @@ class AgentEpisode:
         self._tree = TokenTree(prompt.ids)
         self._known: list[Known] = []
         self._begun = 0
-        self._asks: Counter[bytes] = Counter()  # by the hash of the tokens, which may be many
+        self._asks: Counter[int] = Counter()  # by the hash of the tokens, which may be many
         self._messages: dict[bytes, Message] = {}  # each once: a conversation repeats those before it
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._by_key: dict[str, tuple[str, asyncio.Task[dict[str, Any]]]] = {}
@@ -128,7 +123,7 @@ class AgentEpisode:
         """Return a chat completion. A repeated request gets the first answer, and nothing is sampled.
 
         Raises:
-            Refused: there is no answer.
+            EpisodeRefused: there is no answer.
             SamplerFailed: the run cannot continue.
         """
         digest = request.digest
@@ -136,7 +131,7 @@ class AgentEpisode:
             first, task = self._by_key[request.key]
             if first != digest:
                 message = "The Idempotency-Key was used for another request; use a new key for a new request."
-                raise Refused(400, message, "idempotency_key_reused")
+                raise EpisodeRefused(400, message, code="idempotency_key_reused")
         elif request.is_retry and digest in self._newest:
             task = self._newest[digest]
         else:
@@ -151,7 +146,7 @@ class AgentEpisode:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise EpisodeOver(self.id) from None
+                raise _over(self.id) from None
             raise
 
     def _forget_failed(self, request: ChatRequest, digest: str, task: asyncio.Task[dict[str, Any]]) -> None:
@@ -166,18 +161,17 @@ class AgentEpisode:
 
     async def _answer(self, request: ChatRequest) -> dict[str, Any]:
         if request.tools and self.game.tools_problem:
-            raise Refused(
-                400, f"The request has tools, and {self.game.tools_problem}", "invalid_value", "tools"
-            )
+            problem = f"The request has tools, and {self.game.tools_problem}"
+            raise EpisodeRefused(400, problem, param="tools")
         parent, context = await self._placed(request)
         ids = self._tree.path(parent) + context
         number = self._begin(ids)
-        asked = sha256(repr(ids).encode()).digest()
-        ask, self._asks[asked] = self._asks[asked], self._asks[asked] + 1
+        ask = self._asks[hash(ids)]
+        self._asks[hash(ids)] += 1
         try:
             sampled = await self.game.calls.next(replace(self.prompt, ids=ids, ask=ask), self.member)
         except Exception as cause:
-            raise SamplerFailed(str(cause)) from cause
+            raise SamplerFailed(cause) from cause
         answer = self._parsed(request, sampled, number)
         place = self._tree.add(parent, context, answer)
         message = message_of(answer)
@@ -192,7 +186,7 @@ class AgentEpisode:
         return [self._messages.setdefault(digest, one) for digest, one in zip(digests, messages, strict=True)]
 
     def _begin(self, ids: tuple[int, ...]) -> int:
-        """Count an answer to these tokens, and return its number. Raises Refused: it exceeds a limit."""
+        """Count an answer to these tokens, and return its number. Raises EpisodeRefused: it exceeds a limit."""
         limits, longest = self.game.limits, self.game.sampling.max_completion_tokens
         if self._begun >= limits.calls:
             raise self._exceeded("max_steps", f"has had max_episode_steps ({limits.calls}) answers")
@@ -206,10 +200,11 @@ class AgentEpisode:
         self._begun += 1
         return self._begun - 1
 
-    def _exceeded(self, limit: StopReason, what: str) -> Refused:
+    def _exceeded(self, limit: StopReason, what: str) -> EpisodeRefused:
         self.limit, self._exceeding = limit, f"the episode {what}"
         message = f"The episode {what}. Complete it: what was sampled is graded."
-        return Refused(400, message, "context_length_exceeded" if limit == "context" else "episode_limit")
+        code = "context_length_exceeded" if limit == "context" else "episode_limit"
+        return EpisodeRefused(400, message, code=code)
 
     async def _placed(self, request: ChatRequest) -> tuple[Parent, tuple[int, ...]]:
         """Find the place of the tree behind which the answer goes, and the tokens between them."""
@@ -226,7 +221,7 @@ class AgentEpisode:
                     self.game.rendering.conversation, request.messages, request.tools
                 )
             except ChatTemplateFailed as cause:
-                raise Refused(400, str(cause), "invalid_value", "messages") from cause
+                raise EpisodeRefused(400, str(cause), param="messages") from cause
         return self._tree.deepest(whole)
 
     def _continued(self, request: ChatRequest) -> tuple[Known, Sequence[Message]] | None:
@@ -241,11 +236,11 @@ class AgentEpisode:
 
     def _parsed(self, request: ChatRequest, sampled: Rollout, number: int) -> Rollout:
         row = {"tools": list(request.tools), "parallel_tool_calls": request.parallel}
-        read = self.game.read_calls(sampled, row if request.tools else {})
-        if read.parsed is None:
-            return read
-        counted = read.parsed.calls if self.game.rendering.takes_several else read.parsed.calls[:1]
-        return replace(read, parsed=replace(read.parsed, calls=counted, ids_seed=f"{self.trace}/{number}"))
+        return with_calls(
+            self.game.read_calls(sampled, row if request.tools else {}),
+            takes_several=self.game.rendering.takes_several,
+            seed=f"{self.trace}/{number}",
+        )
 
     def end(self) -> None:
         """Abort what is being sampled."""
@@ -317,17 +312,12 @@ def _completion(answer: Rollout, written: Message, prompt_tokens: int, seed: str
         "refusal": None,
     }
     reason = "length" if answer.is_truncated else "tool_calls" if answer.tool_calls else "stop"
-    tokens = len(answer.output_ids_T)
     return {
         "id": f"chatcmpl-{sha256(seed.encode()).hexdigest()[:24]}",
         "object": "chat.completion",
         "created": int(time.time()),
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
-        },
+        "usage": token_usage(prompt_tokens, len(answer.output_ids_T), reasoning=answer.reasoning_tokens),
     }
 
 
@@ -367,7 +357,8 @@ class Board:
         self._open: deque[OfferedEpisode] = deque()
         self._leases: dict[str, Lease] = {}
         self._over: dict[str, Completed | None] = {}  # by id of the lease; None: its time has passed
-        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._changed = asyncio.Event()  # `_open` has grown, or the board is closed
 
     @property
     def is_idle(self) -> bool:
@@ -388,16 +379,16 @@ class Board:
 
     def close(self) -> None:
         """Let those that wait for an episode go."""
+        self._is_closed = True
         self._changed.set()
 
     async def lease(self, most: int, wait_s: float) -> list[dict[str, Any]]:
         """Lease up to `most` episodes, once there is one; none after `wait_s` seconds."""
-        if not self._open:
-            try:
-                async with asyncio.timeout(wait_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._open and not self._is_closed:
+                    self._changed.clear()
                     await self._changed.wait()
-            except TimeoutError:
-                return []
         return [self._leased(self._open.popleft()) for _ in range(min(most, len(self._open)))]
 
     def put_back(self, lease_ids: Sequence[str]) -> None:
@@ -409,8 +400,6 @@ class Board:
             self._changed.set()
 
     def _leased(self, offer: OfferedEpisode) -> dict[str, Any]:
-        if not self._open:
-            self._changed.clear()
         offer.leases += 1
         new_id = self._new_id()
         episode = AgentEpisode(self._game, new_id, offer.prompt, offer.member, offer.trace)
@@ -428,15 +417,15 @@ class Board:
         }
 
     async def ask(self, lease_id: str, request: ChatRequest) -> dict[str, Any]:
-        """Return a chat completion. Raises Refused, or SamplerFailed, which is the error of `play` too."""
+        """Return a chat completion. Raises EpisodeRefused, or SamplerFailed, which is the error of `play` too."""
         if (lease := self._leases.get(lease_id)) is None:
-            raise EpisodeOver(lease_id)
+            raise _over(lease_id)
         await self._note_ignored(request.sampling)
         try:
             return await lease.episode.ask(request)
         except SamplerFailed as failed:
             if not lease.offer.rollout.done():
-                lease.offer.rollout.set_exception(failed.__cause__ or failed)
+                lease.offer.rollout.set_exception(failed.cause)
             raise
 
     async def _note_ignored(self, parameters: Mapping[str, Any]) -> None:
@@ -445,14 +434,18 @@ class Board:
             await self._game.on_ignored(ignored)
 
     def complete(self, lease_id: str, completed: Completed) -> None:
-        """End a lease. Raises Refused: it has ended, in another way, or has a reward and nothing to give it to."""
+        """End a lease.
+
+        Raises:
+            EpisodeRefused: it has ended in another way, or has a reward and no answer that gets it.
+        """
         if (lease := self._leases.get(lease_id)) is None:
             if self._over.get(lease_id) == completed:
                 return
-            raise EpisodeOver(lease_id)
+            raise _over(lease_id)
         if completed.reward is not None and not lease.episode.has_answer and lease.episode.limit is None:
             message = "The episode has no answer yet, so nothing gets the reward; use the status 'failed'."
-            raise Refused(400, message, "invalid_value", "reward")
+            raise EpisodeRefused(400, message, param="reward")
         self._end(lease, completed)
         if completed.status == "failed" and lease.episode.limit is None:
             self._offer_again(lease, "the agent reported that it failed")

@@ -10,7 +10,7 @@ from graders.judge.judges import asking_again
 from graders.run import grade_all
 from graders.types import Grader, Item, Sample
 from worker.rollout.samples import sample_of
-from worker.types import Group
+from worker.types import Group, Rollout
 
 ANCHORS = 16  # answers, each of another row; each costs one more grade at every validation
 
@@ -60,7 +60,7 @@ class JudgeAnchors:
         graded = [
             (group, score)
             for group in groups_P
-            if (score := group.grades_G[0].score) is not None and not group.rollouts_G[0].is_discarded
+            if (score := group.grades_G[0].score) is not None and _is_graded(group.rollouts_G[0])
         ]
         number = min(ANCHORS, len(graded))
         places = (place * len(graded) // number for place in range(number))
@@ -68,3 +68,8 @@ class JudgeAnchors:
             (sample_of(group.rollouts_G[0], parse_json=self.parse_json), group.prompt.item, score)
             for group, score in (graded[place] for place in places)
         ]
+
+
+def _is_graded(rollout: Rollout) -> bool:
+    """Whether the job's grader has scored it. The reward that an agent gave is no score of a judge."""
+    return not rollout.is_discarded and (rollout.episode is None or rollout.episode.reward is None)

@@ -20,8 +20,9 @@ from core.addresses import HostPort, family_of
 from core.asgi import until_gone
 from core.chat import envelope
 from core.connections import connection_options
+from core.errors import EpisodeRefused
 from core.settings import Settings
-from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Refused, SamplerFailed
+from worker.rollout.agent_episodes import Board, ChatRequest, Completed, SamplerFailed
 
 GRACE_S = 10  # for the answers under way when a step has ended
 
@@ -50,7 +51,7 @@ def url_of(listening: socket.socket) -> str:
 async def served(
     board: Board, listening: socket.socket, secret: str, settings: Settings
 ) -> AsyncIterator[None]:
-    """Answer requests about the board's episodes in the context, in this event loop. Closes the socket."""
+    """Answer requests about the board's episodes in the context, in this event loop."""
     config = uvicorn.Config(
         app_of(board, secret),
         log_config=None,
@@ -67,7 +68,6 @@ async def served(
         board.close()
         server.should_exit = True
         await serving
-        listening.close()
 
 
 def app_of(board: Board, secret: str) -> Starlette:
@@ -94,7 +94,7 @@ def app_of(board: Board, secret: str) -> Starlette:
             Route("/episodes/{id}/complete", complete, methods=["POST"]),
         ],
         middleware=[Middleware(RequiresSecret, secret=secret)],
-        exception_handlers={Refused: _refused, SamplerFailed: _failed},
+        exception_handlers={EpisodeRefused: _refused, SamplerFailed: _failed},
     )
 
 
@@ -111,8 +111,8 @@ class RequiresSecret:
 
 
 async def _refused(request: Request, cause: Exception) -> Response:
-    assert isinstance(cause, Refused)
-    return _json(envelope(cause.status, str(cause), cause.code, cause.param), cause.status)
+    assert isinstance(cause, EpisodeRefused)
+    return _json(envelope(cause.status_code, cause.message, cause.code, cause.param), cause.status_code)
 
 
 async def _failed(request: Request, cause: Exception) -> Response:

@@ -164,22 +164,16 @@ class _Run:
         before = self.ids + self.context
         prompt = replace(self.prompt, ids=before)
         sampled = await self.runner.calls.next(prompt, self.member)
-        answer = self._parsed(sampled)
+        answer = with_calls(
+            self.runner.read_calls(sampled, self.prompt.item),
+            takes_several=self.runner.suffixes.takes_several,
+            seed=f"{self.trace}/{len(self.nodes)}",
+        )
         parent = len(self.nodes) - 1 if self.nodes else None
         self.nodes.append(Node(parent, self.context, answer))
         self.ids, self.context = before + answer.output_ids_T, ()
         self.messages.append(message_of(answer))
         return answer
-
-    def _parsed(self, answer: Rollout) -> Rollout:
-        read = self.runner.read_calls(answer, self.prompt.item)
-        if read.parsed is None:
-            return read
-        counted = read.parsed.calls if self.runner.suffixes.takes_several else read.parsed.calls[:1]
-        # Not of the text alone: a tool that knows the id of a call answers as it did before.
-        return replace(
-            read, parsed=replace(read.parsed, calls=counted, ids_seed=f"{self.trace}/{len(self.nodes)}")
-        )
 
     async def _use_tools(self, answer: Rollout) -> tuple[Message, Sequence[Message]]:
         """Call the tools of an answer at once, and add their results in the order of the calls.
@@ -247,6 +241,20 @@ def _use_of(call: Mapping[str, Any], task: asyncio.Task[ToolResult]) -> ToolUse:
         return ToolUse(call, None, str(error))
     result = task.result()
     return ToolUse(call, result.output, result.error, result.seconds)
+
+
+def with_calls(answer: Rollout, *, takes_several: bool, seed: str) -> Rollout:
+    """An answer with the calls that count, whose ids follow from the seed.
+
+    Not of the text alone: a tool that knows the id of a call answers as it did before.
+
+    Args:
+        takes_several: whether the template takes answers with several calls. Else the first one counts alone.
+    """
+    if answer.parsed is None:
+        return answer
+    counted = answer.parsed.calls if takes_several else answer.parsed.calls[:1]
+    return replace(answer, parsed=replace(answer.parsed, calls=counted, ids_seed=seed))
 
 
 def message_of(answer: Rollout) -> Message:

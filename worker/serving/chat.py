@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from core.asgi import UNBUFFERED, until_gone
-from core.chat import InternalChat, envelope
+from core.chat import InternalChat, envelope, token_usage
 from core.response_format import SchemaTooLarge
 from worker.model.reasoning import Reasoning
 from worker.refusals import Refusal
@@ -125,18 +125,7 @@ class ChatInProgress:
     @property
     def usage(self) -> dict[str, Any]:
         read, written = len(self.asks[0].prompt_ids), sum(answer.tokens for answer in self.answers)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(answer.reasoning_tokens for answer in self.answers),
-                "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
-            },
-        }
+        return token_usage(read, written, reasoning=sum(answer.reasoning_tokens for answer in self.answers))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from core.asgi import UNBUFFERED, until_gone
-from core.chat import InternalChat, InternalCompletion, envelope
+from core.chat import InternalChat, InternalCompletion, envelope, token_usage
 from worker.serving.serving_metrics import Result, Tally
 
 log = logging.getLogger(__name__)
@@ -207,18 +207,12 @@ def delta_of(delta: dict[str, Any]) -> dict[str, Any]:
 def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
     """vLLM's token counts with the details that OpenAI's always have."""
     read, written = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
-    return {
-        "prompt_tokens": usage["prompt_tokens"],
-        "completion_tokens": usage.get("completion_tokens") or 0,
-        "total_tokens": usage["total_tokens"],
-        "prompt_tokens_details": {"cached_tokens": read.get("cached_tokens") or 0, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": written.get("reasoning_tokens") or 0,
-            "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-        },
-    }
+    return token_usage(
+        usage["prompt_tokens"],
+        usage.get("completion_tokens") or 0,
+        cached=read.get("cached_tokens") or 0,
+        reasoning=written.get("reasoning_tokens") or 0,
+    )
 
 
 def error_of(status: int, content: bytes) -> dict[str, Any]:

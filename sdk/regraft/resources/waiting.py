@@ -20,14 +20,14 @@ MAX_FAILURES = 10  # in a row: about three minutes, longer than the start of a s
 
 def retry_in(error: openai.OpenAIError, failures: int) -> float:
     """Seconds until the next try after this number of failures in a row; raises the error if it is permanent."""
-    if not _passes(error) or failures > MAX_FAILURES:
+    if not is_temporary(error) or failures > MAX_FAILURES:
         raise error
     # The first retry is immediate: most connections break because a proxy or a server was restarted.
     return 0.0 if failures == 1 else float(min(2 ** (failures - 2), 30))
 
 
-def _passes(error: openai.OpenAIError) -> bool:
-    """Whether a retry may succeed."""
+def is_temporary(error: openai.OpenAIError) -> bool:
+    """Whether a retry may succeed: the server is not there, or has too much to do."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 429) or error.status_code >= 500
     return isinstance(error, openai.APIConnectionError) or not isinstance(error, openai.APIError)

@@ -2,14 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import openai
 
 from regraft.resources.waiting import T, retry_in
-
-if TYPE_CHECKING:
-    pass
 
 
 class Waiting:
