@@ -165,7 +165,7 @@ def test_the_pages_name_every_grader() -> None:
 
 
 def test_the_pages_name_every_loss() -> None:
-    section = PAGES["howto/training.md"].split("## Losses\n")[1].split("\n## ")[0]
+    section = PAGES["howto/objective.md"].split("## Losses\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| `(\w+)` \|", section, flags=re.M)
     training = {
         name.upper() for name in re.findall(r"(?:Dr\. )?\b[A-Z]{3,}\b(?:\+\+)?", features("Training"))
@@ -225,6 +225,17 @@ def test_ten_files_lead_from_a_claim_to_a_checkpoint() -> None:
         assert symbol in defined_in(ROOT / path), path
         assert number == 0 or symbol.split(".")[-1] in used, f"{symbol}: no file before {path} uses it"
         used |= names_in(ROOT / path)
+
+
+MAX_WORDS = 2500
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not page.startswith(("reference/", "adr/", "measured/"))]
+)
+def test_a_page_that_is_read_from_start_to_end_is_short(page: str) -> None:
+    """The reference, decisions and measurements are looked up instead."""
+    assert len(PAGES[page].split()) <= MAX_WORDS
 
 
 def test_the_page_on_metrics_names_every_command_that_serves_them() -> None:

@@ -387,7 +387,7 @@ COMMANDS = (
     ),
     ServerCommand(
         "dispatcher",
-        "start a Kubernetes Job for each queued job (docs/howto/kubernetes.md)",
+        "start a Kubernetes Job for each queued job (docs/howto/kubernetes-pools.md)",
         "worker.cli.service:dispatcher",
         arg("--templates", "FOLDER", "of the templates, <gpu class>.json", required=True),
         arg("--api", "URL", "of the Kubernetes API", default="https://kubernetes.default.svc"),
