@@ -208,6 +208,31 @@ def test_every_file_of_the_tree_that_a_page_names_exists() -> None:
     assert missing == set()
 
 
+def test_every_bench_that_a_page_names_exists() -> None:
+    named = [(page, name) for page, text in PAGES.items() for name in re.findall(r"\bbench[./](\w+)", text)]
+
+    assert len(named) > 10
+    benches = {path.stem for path in (ROOT / "bench").iterdir()}
+    assert [(page, name) for page, name in named if name not in benches] == []
+
+
+def test_targets_of_make_and_files_that_commands_take_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    shown = {page: text for page, text in PAGES.items() if not page.startswith(("reference/", "adr/"))}
+    made = [
+        name for text in shown.values() for name in re.findall(r"^(?:\$ )?make ([\w-]+)", text, flags=re.M)
+    ]
+    files = [
+        name
+        for text in shown.values()
+        for name in re.findall(r" -[fr] ((?:docker|helm|constraints)/[\w./-]+\w)", text)
+    ]
+
+    assert len(made) > 5 and len(files) > 5
+    assert set(made) <= targets
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
 def names_in(file: Path) -> set[str]:
     """All names and attributes that a file uses, and those that it imports."""
     names = set()
