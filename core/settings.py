@@ -92,7 +92,8 @@ class Settings(BaseSettings):
     # TOML file of the GPUs of each class and their price (docs/reference/settings.md#the-hardware-file), the same for
     # the API and all workers, read again when it has changed. Unset: neither is known.
     hardware_file: Path | None = None
-    # Folder of the environments of python graders (`regraft-server environments build`, docs/howto/graders.md).
+    # Folder of the environments of python graders (`regraft-server environments build`,
+    # docs/howto/grader-packages.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
     # The documentation site that the API serves at /docs, as `make docs` builds it; without an index.html, none.
     docs_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/docs"))

@@ -433,7 +433,7 @@ COMMANDS = (
     ),
     ServerGroup(
         "environments",
-        "install the packages of python graders (docs/howto/graders.md)",
+        "install the packages of python graders (docs/howto/grader-packages.md)",
         "worker.cli.environments:main",
         Command(
             "build",
