@@ -5,7 +5,7 @@ python .ci/images.py --gpu       also build worker-gpu, which is not started
 python .ci/images.py --no-test   build only
 
 The engine is docker or podman (whose `build` is buildah), or that of ENGINE. Variables named like build arguments
-set these (docs/howto/kubernetes.md, Images behind a mirror). NETRC, NPMRC and APT_AUTH are the paths of secrets.
+set these (docs/howto/kubernetes-images.md, Images behind a mirror). NETRC, NPMRC and APT_AUTH are the paths of secrets.
 OPTIONS are further options of the engine's `build`, such as `--network host`.
 """
 

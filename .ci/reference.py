@@ -430,7 +430,7 @@ def memory_page() -> Page:
         "sequence computed twice, and a margin. Computed by the estimate that guards jobs "
         "(`worker/model/sizing.py`); the trainer stayed below its plan on [one H200](../measured/h200.md), and no "
         "checkpoint was downloaded for it. More memory makes a job faster: "
-        "[memory planning](../howto/training.md#memory-planning).",
+        "[memory planning](../howto/speed.md#memory-planning).",
         "",
         "`regraft-server models check` prints the same for a model of your registry. Models of the same size and shape "
         "need about as much. All experts of a mixture count.",
@@ -561,7 +561,7 @@ def step_metrics_page() -> Page:
         "Step metrics",
         "Each step records these in its event `metrics`, in `GET /v1/regraft/jobs/{id}/metrics` and, where marked, in "
         "the result CSV. A metric that a step did not measure is absent or null; in the CSV it is blank. "
-        "[Training](../howto/training.md#metrics) says which values are healthy.",
+        "[Training](../howto/verdict.md#metrics) says which values are healthy.",
     )
     lines += ["| metric | unit | CSV | |", "|---|---|---|---|"]
     for metric in step_metrics.METRICS:

@@ -49,7 +49,8 @@ class GpuClass(BaseModel):
     # REGRAFT_RANKS of the workers of the class, for the check of a job before it is queued. Unset: as many as the
     # process has that checks, which may be of another class.
     ranks: Annotated[int, Field(ge=1)] | None = None
-    # A Kubernetes Job runs each job of the class (docs/howto/kubernetes.md): no worker reads its queue of the broker.
+    # A Kubernetes Job runs each job of the class (docs/howto/kubernetes-pools.md): no worker reads its queue of the
+    # broker.
     in_kubernetes_jobs: bool = False
     # Unset: all jobs of the class have the GPUs of its workers.
     sizes: JobSizes | None = None

@@ -92,7 +92,8 @@ class Settings(BaseSettings):
     # TOML file of the GPUs of each class and their price (see The hardware file), the same for the API and all
     # workers, read again when it has changed. Unset: neither is known.
     hardware_file: Path | None = None
-    # Folder of the environments of python graders (`regraft-server environments build`, docs/howto/graders.md).
+    # Folder of the environments of python graders (`regraft-server environments build`,
+    # docs/howto/grader-packages.md).
     grader_environments: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/graders"))
     # The documentation site that the API serves at /docs, as `make docs` builds it; without an index.html, none.
     docs_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/docs"))
@@ -234,15 +235,15 @@ class Settings(BaseSettings):
     ranks: int = Field(default=1, ge=1)
     # Machines that share a run, including this one, each with the same number of ranks. Machine 0 runs the worker, the
     # others `regraft-server member` with their `node_rank`. They meet at `rendezvous`, a host:port of machine 0 that
-    # only they may reach; the port after it is used, too (docs/howto/scale.md).
+    # only they may reach; the port after it is used, too (docs/howto/multi-node.md).
     nodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
-    # Address of this worker for the API, which forwards to it what the user's agent asks for (docs/howto/agents.md).
+    # Address of this worker for the API, which forwards to it what the user's agent asks for (docs/howto/own-agent.md).
     # Each run listens there, on a port that the system chooses. The default is for a worker beside the API.
     episodes_host: str = "127.0.0.1"
     # Jobs that a worker with one GPU runs at once, if they are on the same base model, which is then in memory once
-    # (docs/howto/scale.md, Several jobs on one GPU).
+    # (docs/howto/shared-gpu.md).
     jobs_per_worker: int = Field(default=1, ge=1, le=16)
     # auto: the GPU, or the CPU of a machine without one. A GPU that torch cannot use is an error, unless this is `cpu`
     # (docs/howto/doctor.md).
@@ -271,9 +272,9 @@ class Settings(BaseSettings):
     # 0: off.
     max_logprob_gap: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
     # GPU memory for vLLM's KV cache while a job runs, allocated up front. auto: the free memory, up to what the job can
-    # use (docs/howto/training.md).
+    # use (docs/howto/speed.md#memory-planning).
     kv_cache_gib: KvCacheGib = "auto"
-    # The same for the inference server, per loaded model (docs/howto/serving.md).
+    # The same for the inference server, per loaded model (docs/howto/serving.md#memory-on-a-gpu).
     inference_kv_cache_gib: KvCacheGib = "auto"
     # Maximum tokens of a training micro-batch, padding included. auto: 2048; on a GPU, the number that fits.
     train_token_budget: TokenBudget = "auto"

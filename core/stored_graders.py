@@ -1,4 +1,4 @@
-"""Named graders of a project, their versions, and references to them (docs/howto/graders.md, Stored graders).
+"""Named graders of a project, their versions, and references to them (docs/howto/stored-graders.md).
 
 A version is a specification under the SHA-256 of its canonical JSON, so equal content has one version.
 """

@@ -1,6 +1,6 @@
 # The API, the migrations and every other command that needs no torch. Built from the repository's root:
 #   docker build -f docker/api.Dockerfile -t regraft/api:0.1.0 .
-# The base by digest, mirrors and credentials: docs/howto/kubernetes.md, Images behind a mirror.
+# The base by digest, mirrors and credentials: docs/howto/kubernetes-images.md, Images behind a mirror.
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 FROM ${BASE} AS build
 ARG PIP_INDEX_URL

@@ -1,7 +1,7 @@
 # A worker without a GPU, with the demo's model and vLLM for CPUs.
 #   docker build -f docker/worker-cpu.Dockerfile --build-arg UV_FIND_LINKS=... -t regraft/worker-cpu:0.1.0 .
 # UV_FIND_LINKS: a page with torch's CPU builds; the default build includes gigabytes of CUDA. The bill of materials needs such a page.
-# The base by digest, mirrors and credentials: docs/howto/kubernetes.md, Images behind a mirror.
+# The base by digest, mirrors and credentials: docs/howto/kubernetes-images.md, Images behind a mirror.
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 FROM ${BASE} AS build
 ARG PIP_INDEX_URL

@@ -1,7 +1,7 @@
 # A worker for NVIDIA's GPUs. The CUDA 13 libraries are in the Python packages; the node brings a driver of version 580 or
 # later and NVIDIA's container runtime. `regraft-server doctor` checks the driver before a pod claims a job.
 #   docker build -f docker/worker-gpu.Dockerfile -t regraft/worker-gpu:0.1.0 .
-# The base by digest, mirrors and credentials: docs/howto/kubernetes.md, Images behind a mirror.
+# The base by digest, mirrors and credentials: docs/howto/kubernetes-images.md, Images behind a mirror.
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 FROM ${BASE} AS build
 ARG PIP_INDEX_URL

@@ -3,8 +3,8 @@
     python examples/digit_tool.py rows > rows.jsonl       rows whose digit only the tool knows
     regraft agents run ftjob-... digit_agent:play         in this folder, until the job has ended
 
-The job has `"environment": {"type": "client"}` (docs/howto/agents.md). A framework that takes a base URL and a key can
-replace the loop in `play`.
+The job has `"environment": {"type": "client"}` (docs/howto/own-agent.md). A framework that takes a base URL and a key
+can replace the loop in `play`.
 """
 
 from typing import Any

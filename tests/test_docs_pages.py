@@ -41,11 +41,18 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README_EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+# Of blocks that a shell reads: with a prompt or without, variables before it, comments and redirections after it.
+COMMAND = re.compile(
+    r"^ *(?:\$ |sudo )?(?:[A-Z_]+=\S+ +)*(?:\S*/bin/)?(regraft(?:-server)? .*?)(?: +[#<>|].*)?$", flags=re.M
+)
+OTHER_LANGUAGES = {"python", "toml", "yaml", "json", "jsonl", "ini", "diff"}
 COMMANDS = [
     (page, command)
     for page, text in PAGES.items()
-    if page.startswith("tutorial/")
-    for command in re.findall(r"^\$ (?:\S*/bin/)?(regraft(?:-server)? .*)$", text, flags=re.M)
+    if not page.startswith(("reference/", "adr/"))
+    for language, block in re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", text, flags=re.M | re.S)
+    if language not in OTHER_LANGUAGES
+    for command in COMMAND.findall(block)
 ]
 
 
@@ -54,11 +61,19 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_of_the_tutorials_exist(page: str, command: Any) -> None:
-    words = shlex.split(re.split(r"[<>]|  #", command)[0])
+def test_commands_of_the_pages_exist(page: str, command: Any) -> None:
+    words = shlex.split(command)
     parser = client_cli.build() if words[0] == "regraft" else server_cli.build()
 
-    assert parser.parse_args(words[1:])
+    try:
+        parser.parse_args(words[1:])
+    except SystemExit as ended:  # `completion` prints and ends
+        assert ended.code == 0, command
+
+
+def test_commands_are_found_in_tutorials_and_guides() -> None:
+    assert {page.split("/")[0] for page, _ in COMMANDS} >= {"tutorial", "howto"}
+    assert len(COMMANDS) > 100
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "```jsonl" in text])
@@ -167,7 +182,7 @@ def test_the_pages_name_every_grader() -> None:
 
 
 def test_the_pages_name_every_loss() -> None:
-    section = PAGES["howto/training.md"].split("## Losses\n")[1].split("\n## ")[0]
+    section = PAGES["howto/objective.md"].split("## Losses\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| `(\w+)` \|", section, flags=re.M)
     training = {
         name.upper() for name in re.findall(r"(?:Dr\. )?\b[A-Z]{3,}\b(?:\+\+)?", features("Training"))
@@ -193,6 +208,31 @@ def test_every_file_of_the_tree_that_a_page_names_exists() -> None:
         if not (ROOT / path).exists()
     }
     assert missing == set()
+
+
+def test_every_bench_that_a_page_names_exists() -> None:
+    named = [(page, name) for page, text in PAGES.items() for name in re.findall(r"\bbench[./](\w+)", text)]
+
+    assert len(named) > 10
+    benches = {path.stem for path in (ROOT / "bench").iterdir()}
+    assert [(page, name) for page, name in named if name not in benches] == []
+
+
+def test_targets_of_make_and_files_that_commands_take_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    shown = {page: text for page, text in PAGES.items() if not page.startswith(("reference/", "adr/"))}
+    made = [
+        name for text in shown.values() for name in re.findall(r"^(?:\$ )?make ([\w-]+)", text, flags=re.M)
+    ]
+    files = [
+        name
+        for text in shown.values()
+        for name in re.findall(r" -[fr] ((?:docker|helm|constraints)/[\w./-]+\w)", text)
+    ]
+
+    assert len(made) > 5 and len(files) > 5
+    assert set(made) <= targets
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 def names_in(file: Path) -> set[str]:
@@ -227,6 +267,67 @@ def test_ten_files_lead_from_a_claim_to_a_checkpoint() -> None:
         assert symbol in defined_in(ROOT / path), path
         assert number == 0 or symbol.split(".")[-1] in used, f"{symbol}: no file before {path} uses it"
         used |= names_in(ROOT / path)
+
+
+def test_links_of_the_readme_lead_to_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^):#]+)(?:#[\w-]+)?\)", text)
+
+    assert len(targets) > 20
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_every_measured_ratio_names_its_bench() -> None:
+    """Rows that continue another one name that of the row before."""
+    section = (ROOT / "README.md").read_text().split("## Measured\n")[1]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+
+    assert len(rows) >= 10
+    for row in rows:
+        assert re.search(r"\]\(bench/\w+\.py\)", row) or row.startswith("| the same "), row
+
+
+def constant_texts(file: Path) -> list[str]:
+    """The texts of a file as regular expressions: its values may be anything."""
+    texts = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".+" for p in node.values]
+            texts.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            texts.append(re.escape(node.value))
+    return texts
+
+
+def test_reasons_on_the_page_of_stuck_jobs_are_those_of_the_queue() -> None:
+    waits = PAGES["howto/stuck.md"].split("| `validating_files` |")[1].split("| `running` |")[0]
+    reasons = re.findall(r"`([a-z]+ [^`]+)` \|", waits)
+    patterns = [
+        text for name in ("fairness", "pods") for text in constant_texts(ROOT / f"core/jobs/{name}.py")
+    ]
+
+    assert len(reasons) >= 6
+    for reason in reasons:
+        assert any(re.fullmatch(pattern, reason) for pattern in patterns), reason
+
+
+def test_intervals_on_the_page_of_rows_are_those_of_its_formula() -> None:
+    rows = re.findall(r"^\| (\d+) \| (0\.\d\d) \|$", PAGES["howto/rows-time-cost.md"], flags=re.M)
+
+    assert len(rows) >= 5
+    for number, half in rows:
+        assert half == f"{1.96 * 0.5 / int(number) ** 0.5:.2f}"
+
+
+MAX_WORDS = 2500
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not page.startswith(("reference/", "adr/", "measured/"))]
+)
+def test_a_page_that_is_read_from_start_to_end_is_short(page: str) -> None:
+    """The reference, decisions and measurements are looked up instead."""
+    assert len(PAGES[page].split()) <= MAX_WORDS
 
 
 def test_the_page_on_metrics_names_every_command_that_serves_them() -> None:

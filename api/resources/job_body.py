@@ -305,7 +305,7 @@ def with_method(sent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AuditGate(StrictModel):
-    """Refuses a job whose grader lets wrong answers pass (docs/howto/graders.md)."""
+    """Refuses a job whose grader lets wrong answers pass (docs/howto/grader-audits.md)."""
 
     block_above: Annotated[
         float,

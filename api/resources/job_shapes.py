@@ -35,7 +35,7 @@ class QueueOut(BaseModel):
 
 
 class VerdictOut(BaseModel):
-    """The delivered model against the start of the job on the validation rows (docs/howto/training.md, Verdict)."""
+    """The delivered model against the start of the job on the validation rows (docs/howto/verdict.md)."""
 
     outcome: Outcome
     base_reward: float

@@ -41,7 +41,7 @@ MAX_LEASE_S = 86_400
 
 
 class AgentEnvironment(StrictModel):
-    """The user's own agent plays the episodes (docs/howto/agents.md)."""
+    """The user's own agent plays the episodes (docs/howto/own-agent.md)."""
 
     type: Annotated[Literal["client"], only("client")]
     timeout_s: Annotated[

@@ -1,4 +1,4 @@
-"""/v1/regraft/graders: named graders with versions and golden cases (docs/howto/graders.md, Stored graders)."""
+"""/v1/regraft/graders: named graders with versions and golden cases (docs/howto/stored-graders.md)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class StoredGraderOut(BaseModel):
 
 
 class AuditedOut(BaseModel):
-    """The main results of an audit (docs/howto/graders.md)."""
+    """The main results of an audit (docs/howto/grader-audits.md)."""
 
     id: str
     created_at: int

@@ -66,7 +66,7 @@ def upgrade(database_url: str) -> None:
     """Apply the missing migrations in one transaction. Safe to call from any number of processes concurrently.
 
     One process migrates while the others wait, and then find nothing to do. A version that finds a later schema uses it
-    unchanged (docs/howto/operations.md), so that it can run beside its successor or after a rollback.
+    unchanged (docs/howto/upgrade.md), so that it can run beside its successor or after a rollback.
 
     Raises:
         InvalidDatabaseUrl: it is invalid, of an unsupported database, or of SQLite in memory.

@@ -1,7 +1,7 @@
 """The report of a grader audit, from the scores of probes. Pure functions.
 
 The probes of one row are not independent, so the unit of statistics is the row (core/statistics.py, `interval`).
-docs/howto/graders.md explains the report.
+docs/howto/grader-audits.md explains the report.
 """
 
 import itertools

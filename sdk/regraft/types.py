@@ -363,7 +363,7 @@ class GraderCheck(BaseModel):
 
 
 class Audited(BaseModel):
-    """The main results of an audit (docs/howto/graders.md)."""
+    """The main results of an audit (docs/howto/grader-audits.md)."""
 
     id: str
     created_at: int
@@ -1371,9 +1371,7 @@ class UsageReport(BaseModel):
 
 
 class Verdict(VerdictText, BaseModel):
-    """The delivered model against the start of the job on the validation rows (docs/howto/training.md,
-    Verdict).
-    """
+    """The delivered model against the start of the job on the validation rows (docs/howto/verdict.md)."""
 
     outcome: Literal["improved", "no_difference", "worse", "too_few"]
     base_reward: float

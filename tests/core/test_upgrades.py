@@ -33,7 +33,7 @@ from tests.servers import Postgres
 pytestmark = [pytest.mark.slow, pytest.mark.both_databases]
 
 # What a migration takes away or makes stricter, by its revision. It may once no version that may still run beside it
-# uses that: a release earlier, the code has stopped (docs/howto/operations.md, "Writing a migration").
+# uses that: a release earlier, the code has stopped (docs/contribute/testing.md, "Migrations").
 CONTRACTED: dict[str, set[str]] = {}
 
 
@@ -158,7 +158,7 @@ def test_code_that_reads_a_column_that_is_gone_fails(empty_url: str) -> None:
 def test_a_migration_takes_nothing_away_that_the_version_before_uses(
     empty_url: str, before: Any, after: Any
 ) -> None:
-    """First expand, then contract, a release later: docs/howto/operations.md."""
+    """First expand, then contract, a release later: docs/contribute/testing.md, Migrations."""
     to(empty_url, before)
     with migrating(empty_url) as connection:
         old = what_code_relies_on(connection)

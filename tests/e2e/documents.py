@@ -21,7 +21,8 @@ from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
 from tests.present import present
 
 DOCS = ROOT / "docs"
-CLI = (DOCS / "howto/cli.md").read_text()
+# The command line, and what it does with the job of another service.
+CLI = "".join((DOCS / f"howto/{name}.md").read_text() for name in ("cli", "migrating"))
 # What a real model would not need: answers of three tokens, and steps that are large enough for so few of them.
 QUICKLY = """max_completion_tokens = 3
 
@@ -83,7 +84,7 @@ def lay_out(folder: Path) -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:
-    """Each command of docs/howto/cli.md, and the lines below it."""
+    """Each command of the pages, and the lines below it."""
     for block in re.findall(r"```console\n(.*?)```", CLI, flags=re.S):
         for one in re.split(r"^\$ ", block, flags=re.M)[1:]:
             command, *lines = one.splitlines()

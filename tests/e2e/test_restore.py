@@ -23,7 +23,7 @@ from tests.servers import Postgres
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs/howto/operations.md"
+PAGE = Path(__file__).parents[2] / "docs/howto/restore.md"
 MANIFEST = b'{"format": 1, "files": [{"name": "w", "bytes": 3, "sha256": "%s"}]}'
 
 

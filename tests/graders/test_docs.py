@@ -1,4 +1,7 @@
-"""Every example in docs/howto/graders.md is accepted, and those that call no server get the score on the page."""
+"""Every example in docs/howto/graders.md is accepted, and those that call no server get the score on the page.
+
+The audited graders are those of grader-audits.md.
+"""
 
 import asyncio
 import json
@@ -17,11 +20,13 @@ from graders.run import grade_all
 from graders.spec import dump, parse_grader
 from graders.types import Sample
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "graders.md").read_text()
+HOWTO = Path(__file__).parents[2] / "docs/howto"
+PAGE = (HOWTO / "graders.md").read_text()
+AUDITS = (HOWTO / "grader-audits.md").read_text()
 EXAMPLES = re.findall(r"Score:\s+([^\n]+)\n\n```json\n(.*?)```", PAGE, re.DOTALL)
 SAMPLE = Sample("<think>6 * 7</think><answer>42</answer>")
 ITEM = {"answer": "42", "question": "6 * 7?"}
-AUDITED = re.findall(r"^- (stop|go): `(.*?)`$", PAGE, re.MULTILINE)
+AUDITED = re.findall(r"^- (stop|go): `(.*?)`$", AUDITS, re.MULTILINE)
 TOPICS = ("sports", "music", "law")
 
 

@@ -499,7 +499,7 @@ def test_a_pool_whose_gpus_are_in_a_claim_of_devices_has_jobs_with_its_own_gpus_
 
 
 def test_the_page_of_a_restore_stops_all_that_starts_pods() -> None:
-    page = (ROOT / "docs/howto/operations.md").read_text()
+    page = (ROOT / "docs/howto/restore.md").read_text()
     lines = re.findall(r"^kubectl (?:annotate|delete|scale) (\S+) -l (\S+)", page, re.MULTILINE)
     jobs, train_jobs = (
         render(values(**changes)) for changes in ({}, {"trainingRuntime": {"name": "regraft-a100"}})

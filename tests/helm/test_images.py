@@ -114,7 +114,7 @@ def test_an_image_can_be_built_behind_a_mirror(image: str) -> None:
     needed |= {"NPM_CONFIG_REGISTRY", "NODE_EXTRA_CA_CERTS"} if "console" in commands else set()
 
     assert needed <= {line.removeprefix("ARG ") for line in given.splitlines() if line.startswith("ARG ")}
-    page = (ROOT / "docs/howto/kubernetes.md").read_text()
+    page = (ROOT / "docs/howto/kubernetes-images.md").read_text()
     assert all(f"`{name}`" in page for name in needed | {"BASE", "APT_MIRROR"})
 
 

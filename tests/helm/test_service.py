@@ -160,7 +160,14 @@ def test_every_command_is_one_of_the_service(ours: list[Any]) -> None:
         assert parse(words).command == pod.component.split("-")[0]
 
 
-@pytest.mark.parametrize("file", ["helm/regraft/templates/NOTES.txt", "docs/howto/kubernetes.md"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "helm/regraft/templates/NOTES.txt",
+        "docs/howto/kubernetes-laptop.md",
+        "docs/howto/kubernetes-production.md",
+    ],
+)
 def test_what_operators_are_told_to_type_are_commands_of_the_service(file: str) -> None:
     lines = re.findall(r"-- (regraft-server .*)", (ROOT / file).read_text())
 

@@ -8,7 +8,11 @@ from regraft import Regraft
 from regraft.cli.parser import EXIT_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
-SHOWN = re.findall(r"^\$ (regraft .*)$", (DOCS / "howto/cli.md").read_text(), flags=re.M)
+SHOWN = [
+    command
+    for page in ("cli", "migrating")
+    for command in re.findall(r"^\$ (regraft .*)$", (DOCS / f"howto/{page}.md").read_text(), flags=re.M)
+]
 
 
 def test_there_are_commands_of_every_group() -> None:

@@ -27,8 +27,8 @@ from worker.model.forecast import (
 )
 from worker.model.sizing import DoesNotFit, Shape
 
-DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale.md"
-FULL_DOCUMENT = DOCUMENT.with_name("training.md")
+DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale-plan.md"
+FULL_DOCUMENT = DOCUMENT.with_name("full-parameter.md")
 SIZE = StepSize(prompts=8, group=8, prompt=512, completion=2048, answer=1024, rank=16)
 COMMON = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "num_key_value_heads": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -210,7 +210,7 @@ def test_a_model_that_fits_with_no_ratio_is_refused() -> None:
 
 
 def test_split_is_faster_where_a_gpu_has_too_little_memory_for_both() -> None:
-    """docs/howto/scale.md has these numbers."""
+    """docs/howto/scale-plan.md has these numbers."""
     long = replace(SIZE, completion=16_384, answer=8192)
 
     seconds = [round(made("Qwen 3 32B", "8xH100-80", long).seconds) for made in (split, on)]

@@ -1,4 +1,4 @@
-"""The plans of 8B, 32B and 70B models on all machines of docs/howto/scale.md, with its formulas written down again.
+"""The plans of 8B, 32B and 70B models on all machines of docs/howto/scale-plan.md, with its formulas written again.
 
 Parameters are counted by hand from the models' papers, and expected numbers use nothing of worker/model/sizing.py.
 """

@@ -830,7 +830,7 @@ class TestEngine:
 
 def test_the_table_of_the_document_is_what_is_planned() -> None:
     """8 prompts of 512 tokens, 8 answers each, 100 validation rows."""
-    document = (Path(__file__).parents[2] / "docs/howto/training.md").read_text()
+    document = (Path(__file__).parents[2] / "docs/howto/speed.md").read_text()
     work = workload(rank=16, prompt=512, completion=512, batch=8, group=8, valid_rows=100, eval_samples=1)
     for name, config in (("4B", QWEN3_4B), ("8B", QWEN3_8B), ("14B", QWEN3_14B)):
         shape = present(sizing.shape_of_config(config, 2))

@@ -387,7 +387,7 @@ COMMANDS = (
     ),
     ServerCommand(
         "dispatcher",
-        "start a Kubernetes Job for each queued job (docs/howto/kubernetes.md)",
+        "start a Kubernetes Job for each queued job (docs/howto/kubernetes-pools.md)",
         "worker.cli.service:dispatcher",
         arg("--templates", "FOLDER", "of the templates, <gpu class>.json", required=True),
         arg("--api", "URL", "of the Kubernetes API", default="https://kubernetes.default.svc"),
@@ -433,7 +433,7 @@ COMMANDS = (
     ),
     ServerGroup(
         "environments",
-        "install the packages of python graders (docs/howto/graders.md)",
+        "install the packages of python graders (docs/howto/grader-packages.md)",
         "worker.cli.environments:main",
         Command(
             "build",

@@ -263,7 +263,7 @@ class Forecast:
                 + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else "")
                 + (f", weights to vLLM {self.publishing_seconds:.1f}" if size.full else "")
                 + (f", vLLM's sleep {self.sleeping_seconds:.1f}" if self.plan.sleeps else ""),
-                "  By calculation, not measured on GPUs (docs/howto/scale.md).",
+                "  By calculation, not measured on GPUs (docs/howto/scale-plan.md).",
             ]
         )
 

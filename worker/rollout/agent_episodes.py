@@ -1,7 +1,7 @@
 """Episodes that the user's own agent plays: it leases one, asks for answers as of OpenAI's API, and completes it.
 
 `Board` has the episodes of a step or a validation. Everything here runs in the event loop of the run.
-docs/howto/agents.md describes the rules.
+docs/howto/own-agent.md describes the rules.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and 4.1.3), DAPO is arXiv 2503.14476 (eqs.
 8 and 13), RLOO is arXiv 2402.14740. The objective of each loss is in worker/training/objectives/, the advantages of
 reinforce_plus_plus are in worker/training/token_rewards.py, those of ppo in worker/training/ppo.py.
-docs/howto/training.md says when to use which.
+docs/howto/objective.md says when to use which.
 """
 
 import statistics

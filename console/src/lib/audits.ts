@@ -1,4 +1,4 @@
-/** Audits of graders: what is tried before a grader trains. docs/howto/graders.md describes them. */
+/** Audits of graders: what is tried before a grader trains. docs/howto/grader-audits.md describes them. */
 
 import { percent } from "./format";
 import type { GraderAudit, GraderAuditReport } from "./types";

@@ -1,4 +1,4 @@
-/** Stored graders and their golden cases. docs/howto/graders.md describes both. */
+/** Stored graders and their golden cases. docs/howto/stored-graders.md describes both. */
 
 import { post } from "./api";
 import { number } from "./format";

@@ -34,7 +34,7 @@ const fromZero: Range = (low, high) => [Math.min(0, 1.05 * low), 1.05 * high || 
 
 const first = (steps: Step[], name: string): number | undefined => steps.map((step) => step[name]).find((value) => typeof value === "number");
 
-/** docs/howto/training.md: the bounds of the metrics and the defaults of the warnings. */
+/** docs/howto/verdict.md: the bounds of the metrics and the defaults of the warnings. */
 const SAMPLED: Chart[] = [
   { title: "Groups with signal", group: "Learning", metrics: [["mixed", "groups_mixed_share"], ["all 0", "groups_all_zero_share"], ["all 1", "groups_all_one_share"]], usual: { low: 0.3, high: null }, range: share },
   {
