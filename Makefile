@@ -77,7 +77,7 @@ docs: setup    ## Write docs/reference/, sdk/openapi.json and what is generated 
 	cp -R site $(VENV)/share/regraft/docs
 
 site: setup    ## Build the documentation site; a broken link fails it
-	$(BIN)/zensical build --strict --clean
+	$(BIN)/python hatch_build.py site
 
 format: setup    ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
@@ -119,7 +119,7 @@ endif
 # The console is built once, with the Node.js of this machine or with that of a package.
 $(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -not -path '*/node_modules/*' -not -path '*/dist/*' -not -name openapi.d.ts)
 	command -v npm > /dev/null || $(INSTALL) -r constraints/node.txt
-	$(BIN)/python hatch_build.py $(VENV)/share/regraft/console
+	$(BIN)/python hatch_build.py console $(VENV)/share/regraft/console
 	touch $@
 
 # The types of the API's answers, which the console's sources are checked with. Its build needs none.
