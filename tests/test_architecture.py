@@ -21,6 +21,8 @@ HEAVY = {"torch", "transformers", "peft", "vllm"}
 MAY_IMPORT = {"core": set(), "graders": set(), "api": {"core", "graders"}, "worker": {"core", "graders"}}
 # One client for all requests to other people's servers, and what hides secrets. They import nothing of ours.
 SHARED = {"core.masking", "core.outages", "core.outbound.http"}
+# What the client's extra "mcp" brings.
+OF_AGENTS = {"mcp", "mcp_types", "jsonschema", "starlette", "uvicorn"}
 # The one place that puts both halves together: the command line.
 COMPOSITION_ROOT = "worker/cli/service.py"
 
@@ -112,7 +114,7 @@ def test_imports_point_in_one_direction(package: str) -> None:
 def test_the_client_needs_only_what_it_is_installed_with() -> None:
     """What a user installs has no server in it: the server's rules that it ships are links, and need nothing else."""
     allowed = set(sys.stdlib_module_names) | {"regraft", "openai", "httpx2"}
-    optional = {"pandas", "pyarrow", "yaml"}
+    optional = {"pandas", "pyarrow", "yaml", *OF_AGENTS}
 
     wrong = {
         f"{f.name}: {name}"

@@ -22,7 +22,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(ROOT / "zensical.toml", folder)
-    command: list[str | Path] = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    command: list[str | Path] = [sys.executable, ROOT / "hatch_build.py", "site"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
@@ -66,3 +66,22 @@ def test_links_into_a_page_lead_to_one_of_its_headings(site: Path) -> None:
             if there.suffix == ".html" and f'id="{anchor}"' not in there.read_text():
                 wrong.append(f"{page.relative_to(site)}: {target}#{anchor}")
     assert wrong == []
+
+
+def test_llms_txt_lists_every_page_of_the_navigation_with_its_markdown_and_a_sentence(site: Path) -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    index = (site / "llms.txt").read_text()
+    listed = re.findall(r"^- \[.+?\]\((.+?)\): (.+)$", index, flags=re.M)
+
+    assert [page for page, _ in listed] == list(pages_of(nav))
+    assert all((site / page).read_text() == (DOCS / page).read_text() for page, _ in listed)
+    assert [said for _, said in listed if len(said) < 20 or said[-1] not in ".:"] == []
+    assert re.findall(r"^## (.+)$", index, flags=re.M) == [title for entry in nav for title in entry][1:]
+
+
+def test_llms_full_txt_has_the_text_of_every_page(site: Path) -> None:
+    text = (site / "llms-full.txt").read_text()
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+
+    assert re.findall(r"^<!-- (.+) -->$", text, flags=re.M) == list(pages_of(nav))
+    assert (DOCS / "howto/datasets.md").read_text() in text

@@ -134,7 +134,7 @@ def test_the_makefile_checks_python_before_it_makes_an_environment() -> None:
 def test_setup_installs_what_the_machine_can_use(gpu: str, pins: str, absent: str, tmp_path: Path) -> None:
     command = ["make", "--dry-run", "setup", f"GPU={gpu}", f"VENV={tmp_path / 'venv'}"]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    [install] = [line for line in printed.splitlines() if " -e sdk" in line]
+    [install] = [line for line in printed.splitlines() if " -e 'sdk[mcp]'" in line]
 
     assert f"-c {pins} " in install
     assert absent not in install

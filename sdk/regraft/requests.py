@@ -31,6 +31,8 @@ STORED = "stored:"  # before the name of a stored grader, in place of a file
 T = TypeVar("T")
 Source = str | Path | Mapping[str, Any]
 """A path, or the content of such a file."""
+Locate = Callable[[Path], Path]
+"""The path of a file that is read; raises to refuse it."""
 
 
 class InvalidRequestFile(ValueError):
@@ -53,9 +55,12 @@ class JobRequest:
         return self.body | dict(ids)
 
 
-def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
+def read_job(source: Source, changes: Sequence[str] = (), *, locate: Locate = Path) -> JobRequest:
     """Read a job and apply `changes` such as "hyperparameters.n_epochs=2". Their paths are relative to the working
     folder.
+
+    Args:
+        locate: called with each path that is read or uploaded.
 
     Raises:
         InvalidRequestFile: the file is not a job. The server validates its values.
@@ -63,12 +68,14 @@ def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
     if isinstance(source, Mapping):
         fields, folder, name = deepcopy(dict(source)), Path(), "the request"
     else:
-        path = Path(source)
+        path = locate(Path(source))
         fields, folder, name = read_table(path), path.parent, str(path)
-    return _job_of(fields, folder, name, changes)
+    return _job_of(fields, folder, name, changes, locate)
 
 
-def _job_of(fields: dict[str, Any], folder: Path, name: str, changes: Sequence[str] = ()) -> JobRequest:
+def _job_of(
+    fields: dict[str, Any], folder: Path, name: str, changes: Sequence[str] = (), locate: Locate = Path
+) -> JobRequest:
     # A top-level grader marks the short form; any other file is the API's body, which the server validates.
     is_short = "grader" in fields or any(re.match(r"\s*grader\b", change) for change in changes)
     body = _with_method(fields, name) if is_short else fields
@@ -78,12 +85,12 @@ def _job_of(fields: dict[str, Any], folder: Path, name: str, changes: Sequence[s
     inside = method.get("reinforcement") if isinstance(method, dict) else None
     for name in GRADERS:
         if isinstance(inside, dict) and isinstance(inside.get(name), str | Path):
-            inside[name] = read_grader(inside[name], folder)
+            inside[name] = read_grader(inside[name], folder, locate=locate)
     uploads: dict[str, Path] = {}
     for field in FILES:
         value = body.get(field)
         if isinstance(value, Path) or (isinstance(value, str) and not _is_id(value)):
-            uploads[field] = _existing(folder / value, f"{name}: {field}")
+            uploads[field] = _existing(locate(folder / value), f"{name}: {field}")
             del body[field]
     return JobRequest(body, uploads)
 
@@ -169,25 +176,28 @@ def _note_file(
         uploads[*way, "file"] = _existing(folder / value, where)
 
 
-def read_grader(source: Source, folder: Path = Path(), *, name: str | None = None) -> dict[str, Any]:
+def read_grader(
+    source: Source, folder: Path = Path(), *, name: str | None = None, locate: Locate = Path
+) -> dict[str, Any]:
     """Read the spec of a grader: a mapping, a .py, .json, .toml or .yaml file in `folder`, or "stored:NAME@VERSION".
 
     Args:
         name: of a grader that is a .py file. None: the name of the file.
+        locate: called with each path that is read.
     """
     if isinstance(source, Mapping):
         return dict(source)
     if str(source).startswith(STORED):
         stored_name, _, version = str(source).removeprefix(STORED).partition("@")
         return {"type": "stored", "name": stored_name} | ({"version": version} if version else {})
-    path = folder / source
+    path = locate(folder / source)
     if path.suffix == ".py":
         return {"type": "python", "name": name or path.stem, "source": _text(path)}
     spec = read_table(path)
     # A job file stands for its grader.
     if "grader" in spec and "type" not in spec:
         inner = spec["grader"]
-        return read_grader(inner, path.parent, name=name)
+        return read_grader(inner, path.parent, name=name, locate=locate)
     return spec
 
 

@@ -141,8 +141,8 @@ def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it
     inside = f"regraft_server-{VERSION}.data/data/share/regraft/docs/"
     site = {name.removeprefix(inside) for name in contents(built["server_wheel"]) if name.startswith(inside)}
 
-    assert {"index.html", "search.json", "reference/settings.html"} <= site
-    assert not {name for name in site if name.endswith((".py", ".md"))}
+    assert {"index.html", "search.json", "reference/settings.html", "llms.txt", "llms-full.txt"} <= site
+    assert not {name for name in site if name.endswith(".py")}
 
 
 @pytest.mark.parametrize(

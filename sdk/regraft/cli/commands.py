@@ -11,18 +11,26 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-import httpx2
 import openai
 
 from regraft import config
-from regraft._rules.datasets import InvalidDataset
-from regraft.cli import agents, evals, files, graders, jobs, models, pipelines, results, service
+from regraft.cli import (
+    agents,
+    coding_agents,
+    evals,
+    files,
+    graders,
+    jobs,
+    models,
+    pipelines,
+    results,
+    service,
+)
+from regraft.cli.failures import Failure, failure_of
 from regraft.cli.output import answer, page_of, plain, say, table, when
-from regraft.cli.shared import AUTH, BY_STATUS, DONE, INTERRUPTED, NO, UNREACHABLE, USAGE, Refused, connect
+from regraft.cli.shared import DONE, INTERRUPTED, Refused, connect
 from regraft.cli.table import Command
-from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, is_page
-from regraft.requests import InvalidRequestFile
-from regraft.resources.evals import InvalidGate
+from regraft.errors import NotARegraftServer
 from regraft.sync.client import Regraft
 
 
@@ -33,60 +41,29 @@ def run(arguments: argparse.Namespace) -> int:
         code = function_of(arguments.command)(arguments)
         sys.stdout.flush()
         return code
-    except openai.APIStatusError as error:
-        message = error.message.removeprefix(f"Error code: {error.status_code} - ")
-        _complain(as_json, message, error.code, error.param, error.request_id)
-        if error.status_code >= 500 or (error.status_code == 404 and is_page(error.response)):
-            return UNREACHABLE
-        return BY_STATUS.get(error.status_code, USAGE)
-    except openai.APIConnectionError as error:
-        server = error.request.url.copy_with(path="/", query=None)
-        why = f": {error.__cause__}" if error.__cause__ else ""
-        _complain(as_json, f"Cannot reach {server}{why}. Is the server running?", "connection_error")
-        return UNREACHABLE
-    except JobFailed as failed:
-        # The last event lists all lines of the error, such as the invalid rows of a file.
-        first, *_ = str(failed).splitlines()
-        _complain(as_json, first, failed.code, failed.param)
-        return NO
-    except DownloadCorrupt as corrupt:
-        _complain(as_json, str(corrupt), "download_corrupt")
-        return UNREACHABLE
-    except (openai.OpenAIError, httpx2.RequestError) as error:
-        # Errors after the first byte: an error event in a stream, or a truncated response.
-        named = getattr(error, "code", None), getattr(error, "param", None)
-        _complain(as_json, str(error) or type(error).__name__, *named)
-        return UNREACHABLE
-    except config.NotConfigured as missing:
-        _complain(as_json, str(missing), "not_configured")
-        return AUTH
-    except InvalidDataset as bad:
-        _complain(
-            as_json, "\n".join(files.problem_lines(files.invalid_report("the file", bad))), "invalid_dataset"
-        )
-        return NO
-    except (InvalidRequestFile, InvalidGate, Refused, OSError, httpx2.InvalidURL) as wrong:
-        if isinstance(wrong, BrokenPipeError):  # `| head` has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return DONE
-        _complain(as_json, str(wrong), "invalid_command")
-        return USAGE
+    except BrokenPipeError:  # `| head` has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except KeyboardInterrupt:
         return INTERRUPTED
     except EOFError:  # Ctrl-D at a prompt
         say("")
         return INTERRUPTED
+    except Exception as error:
+        failure = failure_of(error)
+        if failure is None:
+            raise
+        _complain(as_json, failure)
+        return failure.exit_code
 
 
-def _complain(
-    as_json: bool, message: str, code: str | None, param: str | None = None, request_id: str | None = None
-) -> None:
+def _complain(as_json: bool, failure: Failure) -> None:
+    fields = {name: getattr(failure, name) for name in ("message", "code", "param", "request_id")}
     if as_json:
-        error = {"message": message, "code": code, "param": param, "request_id": request_id}
-        say(json.dumps({"error": error}, ensure_ascii=False))
+        say(json.dumps({"error": fields}, ensure_ascii=False))
         return
-    details = ", ".join(part for part in (code, param, request_id) if part)
-    say(f"regraft: {message}{f' ({details})' if details else ''}")
+    details = ", ".join(part for part in (failure.code, failure.param, failure.request_id) if part)
+    say(f"regraft: {failure.message}{f' ({details})' if details else ''}")
 
 
 def login(arguments: argparse.Namespace) -> int:
@@ -140,7 +117,9 @@ def function_of(command: Command) -> Callable[[argparse.Namespace], int]:
     """The function that runs a command of the table."""
     if command.columns or command.text:
         return partial(_listed if command.columns else _called, command)
-    homes = (sys.modules[__name__], agents, evals, files, graders, jobs, models, pipelines, results, service)
+    homes = (
+        sys.modules[__name__], agents, coding_agents, evals, files, graders, jobs, models, pipelines, results, service,
+    )  # fmt: skip
     found: Callable[[argparse.Namespace], int] = next(
         getattr(home, command.run) for home in homes if hasattr(home, command.run)
     )

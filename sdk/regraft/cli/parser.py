@@ -657,9 +657,24 @@ MIGRATE = Command(
     example="regraft migrate-from-openai job.json -o job.toml --model Qwen3-0.6B",
 )
 
+MCP = Command(
+    "mcp",
+    "serve tools for coding agents over the Model Context Protocol; requires regraft[mcp]",
+    arg(
+        "--http", "HOST:PORT", "serve streamable HTTP at /mcp, with the key of each request (default: stdio)"
+    ),
+    arg(
+        "--root",
+        "DIR",
+        "folder whose files tools may use (default: the working directory; required by --http)",
+    ),
+    arg("--write", help="also offer tools that create or change something"),
+    example="regraft mcp --root . --write",
+)
+
 TABLE = (
     LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE,
-    WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE,
+    WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE, MCP,
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""`regraft mcp`: tools for coding agents over the Model Context Protocol (docs/howto/coding-agents.md)."""
