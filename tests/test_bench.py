@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,6 +28,7 @@ from bench import (
 from tests.present import present
 from worker.packages import vllm_version
 
+ROOT = Path(__file__).parents[1]
 DOCTORED = {
     "state": "measured",
     "seconds": 9,
@@ -47,6 +49,20 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
     assert printed["bench"] == "gpu_train_tiny"
     assert printed["figures"] == pytest.approx(json.loads(out.read_text())["figures"], abs=1e-6)
     assert all(value > 0 for value in json.loads(out.read_text())["figures"].values())
+
+
+def test_a_run_without_a_model_imports_no_torch() -> None:
+    """bench/chaos.py --fake makes thousands of attempts; each would take ten times as long with it."""
+    code = """
+import sys
+from bench import fake_run
+fake_run.without_torch()
+import worker.child, worker.recording.recorder, worker.rollout.experience, worker.run
+print([name for name in sys.modules if name.startswith("torch.")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.slow

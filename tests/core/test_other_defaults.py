@@ -9,7 +9,7 @@ import pytest
 
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import Grade
-from worker.training.policy_loss import contribution_of, divisors
+from worker.training.contributions import contribution_of, divisors
 from worker.types import Group, Prompt, Rollout
 
 PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()

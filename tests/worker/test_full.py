@@ -36,10 +36,11 @@ from worker.model.full import FullPolicy, refuse, refuse_other_names
 from worker.model.lowering import PlanSizes
 from worker.model.policy import Base, load_base
 from worker.refusals import InvalidModel, UnsupportedModel
+from worker.training.contributions import contribution_of
 from worker.training.gradient import LocalGradient
 from worker.training.loss import StepValues
 from worker.training.offline import OfflineTrainer
-from worker.training.policy_loss import PolicyLoss, contribution_of
+from worker.training.policy_loss import PolicyLoss
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack
 

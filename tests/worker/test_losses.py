@@ -18,7 +18,7 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import ErrorKind, Grade
 from tests.hyperparameters import in_groups
 from tests.present import untyped
-from worker.training import grpo, policy_loss
+from worker.training import contributions, grpo
 from worker.training.importance import weight as importance_weight
 from worker.training.objective import token_loss
 from worker.training.objectives.registry import OBJECTIVES
@@ -212,10 +212,10 @@ def ours(
 ) -> tuple[float, list[Any]]:
     """The same as `reference` by the worker's own code, from the grades on, in float64."""
     settings = settings_of(name, scale, std, kl, normalize)
-    shares = policy_loss.batch_of(
-        [policy_loss.contribution_of(group, settings, str) for group in trained_on(groups)], settings
+    shares = contributions.batch_of(
+        [contributions.contribution_of(group, settings, str) for group in trained_on(groups)], settings
     )
-    whole, divisor = policy_loss.divisors(shares, settings)
+    whole, divisor = contributions.divisors(shares, settings)
     answers = [answer for share in shares if share.pack is not None for answer in share.pack.sequences]
     tokens = [t for group in groups for a in group for t in a.tokens]
     values = torch.tensor([[t.logp, t.old, t.sampled, t.ref] for t in tokens], dtype=torch.float64)
@@ -420,16 +420,16 @@ def test_the_batch_of_dynamic_sampling_is_full_and_has_no_group_that_was_replace
 ) -> None:
     settings = settings_of("dapo", "batch", "population", kl, "papers", resample_prompts=8, batch_size=3)
     groups = drawn([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], *others])
-    shares = [policy_loss.contribution_of(group, settings, str) for group in groups]
+    shares = [contributions.contribution_of(group, settings, str) for group in groups]
 
-    chosen = policy_loss.batch_of(shares, settings)
+    chosen = contributions.batch_of(shares, settings)
 
     assert chosen == [shares[number] for number in counted]
-    assert untyped(policy_loss.divisors(chosen, settings)) == (
+    assert untyped(contributions.divisors(chosen, settings)) == (
         sum(len(r.output_ids_T) for number in counted for r in groups[number].rollouts_G),
         pytest.approx(grpo.deviation([r for n in counted for r in groups[n].rewards_G], "population")),
     )
-    shown = policy_loss.answer_signals(groups, settings)
+    shown = contributions.answer_signals(groups, settings)
     learned = [n for n, group in enumerate(shown) if any(lesson.advantage is not None for lesson in group)]
     assert learned == (counted if kl else [n for n in counted if len(set(groups[n].rewards_G)) > 1])
 
@@ -439,10 +439,13 @@ def test_which_groups_are_replaced_does_not_depend_on_the_order_in_which_they_we
     *own, stand_in = drawn([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
 
     lines = {
-        tuple(sorted(share.line for share in policy_loss.batch_of(shares, settings)))
+        tuple(sorted(share.line for share in contributions.batch_of(shares, settings)))
         for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0])
         for shares in [
-            [policy_loss.contribution_of(one, settings, str) for one in [*(own[n] for n in order), stand_in]]
+            [
+                contributions.contribution_of(one, settings, str)
+                for one in [*(own[n] for n in order), stand_in]
+            ]
         ]
     }
 

@@ -44,10 +44,11 @@ from worker.refusals import LoweredForNextAttempt, MemoryTaken, NotEnoughMemory
 from worker.run import RunOutcome
 from worker.sampling.own import OwnEngine, OwnEngines
 from worker.sharing.base import RunsAlone
+from worker.training.contributions import contribution_of
 from worker.training.distributed import carry_out, gradient_of
 from worker.training.gradient import LocalGradient
 from worker.training.loss import Batch, StepValues
-from worker.training.policy_loss import PolicyLoss, contribution_of
+from worker.training.policy_loss import PolicyLoss
 from worker.training.world import World
 
 GIB = 2**30

@@ -18,7 +18,7 @@ from tests.worker.test_training import asked, plain_correction, plain_logprobs, 
 from tests.worker.test_updates import MIXED, sampled, weights_of
 from worker.model.policy import Policy
 from worker.model.value_head import ValueHead
-from worker.training import grpo, policy_loss, ppo, token_rewards
+from worker.training import contributions, grpo, ppo, token_rewards
 from worker.training.gradient import LocalGradient
 from worker.training.loss import StepValues
 from worker.training.policy_loss import PolicyLoss
@@ -268,13 +268,13 @@ class TestUpdates:
         loss = PolicyLoss(policy, settings)
         own = LocalGradient(loss, token_budget=budget)
         head = random_head(loss)
-        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
+        shares = [contributions.contribution_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
         [moments] = (found.advantages for found in own.of_kept(PolicyLoss.reward_tokens, settings.kl))
         own.of_kept(PolicyLoss.normalize, moments.mean, moments.std("population"))
         own.repeat(StepValues(kl=settings.kl))
         totals = own.collect()
-        whole, _ = policy_loss.divisors(shares, settings)
+        whole, _ = contributions.divisors(shares, settings)
         ours = [present(parameter.grad) / whole for parameter in loss.trainable]
 
         expected = plain_gradients(policy, head, groups, settings)
@@ -307,7 +307,7 @@ class TestUpdates:
         settings = asked({"loss": "ppo", "gae_lambda": 1.0})
         loss = PolicyLoss(policy, settings)
         own = LocalGradient(loss, token_budget=24)
-        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
+        shares = [contributions.contribution_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
         own.of_kept(PolicyLoss.reward_tokens, settings.kl)
         own.of_kept(PolicyLoss.normalize, 0.0, 1.0)

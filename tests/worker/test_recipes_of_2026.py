@@ -19,7 +19,7 @@ from graders.types import ErrorKind, Grade
 from tests.hyperparameters import in_groups
 from worker.recording import metrics
 from worker.refusals import UserMistake
-from worker.training import grpo, importance, policy_loss, reward_shaping
+from worker.training import contributions, grpo, importance, reward_shaping
 from worker.training.objective import Objective, Tokens, token_loss
 from worker.training.objectives.clipped import ClippedObjective
 from worker.training.objectives.dppo import DppoObjective
@@ -369,8 +369,8 @@ def grouped(scores: Sequence[Any], lengths: Sequence[int] = (3, 2, 3, 2), line: 
 
 def advantages(groups: Sequence[Group], run: Resolved) -> list[list[float]]:
     """The advantage of the first token of each answer that is trained on, after the division by the std of the step."""
-    shares = [policy_loss.contribution_of(group, run, str) for group in groups]
-    _, std = policy_loss.divisors(shares, run)
+    shares = [contributions.contribution_of(group, run, str) for group in groups]
+    _, std = contributions.divisors(shares, run)
     packs = [share.pack for share in shares]
     return [[] if pack is None else [one.advantages_T[0] / std for one in pack.sequences] for pack in packs]
 
@@ -382,8 +382,8 @@ def test_right_answers_of_other_lengths_teach_by_the_weight(scale: str, weight: 
     groups = [grouped([1, 1], lengths=[100, 50], line=line) for line in (1, 2)]
 
     assert advantages(groups, run) == [pytest.approx([-weight / 4, weight / 4])] * 2
-    assert policy_loss.signal(groups[0], run) == "mixed"
-    [first, _] = policy_loss.answer_signals(groups, run)
+    assert contributions.signal(groups[0], run) == "mixed"
+    [first, _] = contributions.answer_signals(groups, run)
     assert [one.advantage for one in first] == pytest.approx([-weight / 4, weight / 4])
 
 
@@ -416,7 +416,7 @@ def test_a_negative_score_fails_a_job_that_divides_by_the_mean() -> None:
     with pytest.raises(
         UserMistake, match=r"line 1 a negative score, and loss\.advantage_scale 'mean'"
     ) as failed:
-        policy_loss.contribution_of(grouped([1, -0.5]), run, str)
+        contributions.contribution_of(grouped([1, -0.5]), run, str)
     assert failed.value.param is not None
     assert failed.value.param.endswith("advanced.loss.advantage_scale")
 
@@ -432,7 +432,7 @@ def each(std: str = "population", **parts: float) -> Resolved:
 def test_gdpo_normalizes_each_grader_before_they_are_added() -> None:
     group = grouped(BOTH)
 
-    assert policy_loss.compared_rewards(group, each()) == close(
+    assert contributions.compared_rewards(group, each()) == close(
         1.5773502692, -0.4226497308, 1.5773502692, -2.7320508076
     )
     assert advantages([group], each()) == [close(0.8880738340, -0.2379586666, 0.8880738340, -1.5381890013)]
@@ -462,8 +462,8 @@ def test_a_group_has_signal_where_a_part_varies_although_the_scores_are_equal() 
     crossed = grouped([{"accuracy": 1, "format": 0}, {"accuracy": 0, "format": 1}])
     same = grouped([{"accuracy": 1, "format": 1}] * 2)
 
-    assert policy_loss.signal(crossed, each(accuracy=1.0, format=0.5)) == "mixed"
-    assert policy_loss.signal(same, each()) == "equal"
+    assert contributions.signal(crossed, each(accuracy=1.0, format=0.5)) == "mixed"
+    assert contributions.signal(same, each()) == "equal"
     assert advantages([same], each()) == [[]]
 
 
@@ -471,8 +471,8 @@ def test_parts_that_cancel_each_other_up_to_rounding_have_no_signal() -> None:
     scores = [{"accuracy": accuracy, "format": -3 * accuracy} for accuracy in (0.1, 0.3, 0.4, 0.9)]
     group = grouped(scores, lengths=[2] * 4)
 
-    assert any(policy_loss.compared_rewards(group, each()))
-    assert policy_loss.signal(group, each()) == "equal"
+    assert any(contributions.compared_rewards(group, each()))
+    assert contributions.signal(group, each()) == "equal"
     assert advantages([group], each()) == [[]]
 
 
@@ -486,13 +486,13 @@ def test_a_part_that_failed_has_the_score_of_the_graders_invalid_grade() -> None
     broken = Grade(None, "broken", ErrorKind.other_error)
     grade = Grade(0.5, sub_grades={"accuracy": Grade(1.0), "format": broken})
 
-    assert policy_loss.part_scores(grade, ["accuracy", "format"], -0.5) == [1.0, -0.5]
+    assert contributions.part_scores(grade, ["accuracy", "format"], -0.5) == [1.0, -0.5]
 
 
 def test_reports_show_the_advantages_that_are_trained_on() -> None:
     groups = [grouped(BOTH), grouped([{"accuracy": 1, "format": 0}, {"accuracy": 0, "format": 0}], line=2)]
 
-    signals = policy_loss.answer_signals(groups, each())
+    signals = contributions.answer_signals(groups, each())
 
     shown = [one.advantage for of_group in signals for one in of_group]
     assert shown == pytest.approx([one for group in advantages(groups, each()) for one in group])

@@ -22,8 +22,8 @@ from tests.present import present
 from tests.worker.conftest import Bench
 from worker.recording.recorder import Quota
 from worker.recording.rollouts import rows_of
-from worker.training import grpo, policy_loss
-from worker.training.policy_loss import contribution_of, divisors
+from worker.training import contributions, grpo
+from worker.training.contributions import contribution_of, divisors
 from worker.types import Call, FinishReason, GradedStep, Group, ParsedAnswer, Prompt, Rollout
 
 
@@ -54,7 +54,7 @@ def scored(*scores: float) -> Group:
 
 
 def columns(groups: list[Any], settings: Resolved | None, *names: str) -> list[Any]:
-    signals_PG = None if settings is None else policy_loss.answer_signals(groups, settings)
+    signals_PG = None if settings is None else contributions.answer_signals(groups, settings)
     rows = [row for rows in rows_of(1, GradedStep("train", groups, signals_PG)) for row in rows]
     return [tuple(row[name] for name in names) for row in rows]
 
@@ -200,7 +200,7 @@ class TestAdvantages:
 
         shown = [
             lesson.advantage
-            for answer_signals in policy_loss.answer_signals(groups, chosen)
+            for answer_signals in contributions.answer_signals(groups, chosen)
             for lesson in answer_signals
         ]
 

@@ -10,7 +10,7 @@ from graders.types import ErrorKind, Grade, StepScore
 from tests.hyperparameters import in_groups
 from tests.worker.test_training import packs_of
 from worker.training import grpo
-from worker.training.policy_loss import signal
+from worker.training.contributions import signal
 from worker.training.steps import ends_in_text, token_ends, with_steps_only
 from worker.types import Group, Prompt, Rollout
 

@@ -25,7 +25,7 @@ from worker.model.token_constraints import grammar_of
 from worker.rollout.experience import Rewards
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.transformers import TransformersSampler
-from worker.training.policy_loss import contribution_of
+from worker.training.contributions import contribution_of
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 

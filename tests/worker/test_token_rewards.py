@@ -23,7 +23,7 @@ from tests.worker.test_training import (
 )
 from tests.worker.test_updates import MIXED, sampled, weights_of
 from worker.model.policy import Policy
-from worker.training import policy_loss, token_rewards
+from worker.training import contributions, token_rewards
 from worker.training.gradient import LocalGradient
 from worker.training.policy_loss import PolicyLoss
 from worker.training.token_rewards import Moments
@@ -184,8 +184,8 @@ class TestReinforcePlusPlus:
         learn(trainer, groups)
         halves = trainer.gradients
         whole = packed_gradients(policy, groups, asked({"loss": "reinforce_plus_plus", "kl": 0.1}), 4096)
-        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
-        parts = policy_loss.in_mini_batches(shares, 2, seed=0)
+        shares = [contributions.contribution_of(group, settings, policy.text) for group in groups]
+        parts = contributions.in_mini_batches(shares, 2, seed=0)
         counts = [sum(length for share in part for length in share.lengths) for part in parts]
 
         both = [(a * counts[0] + b * counts[1]) / sum(counts) for a, b in zip(*halves, strict=True)]
@@ -234,12 +234,12 @@ class TestReinforcePlusPlus:
         own = LocalGradient(PolicyLoss(policy, settings), token_budget=4096)
 
         shares = [
-            policy_loss.contribution_of(group, settings, policy.text)
+            contributions.contribution_of(group, settings, policy.text)
             for group in (replace(groups[0], rollouts_G=forced), *groups[1:])
         ]
         own.remember([present(share.pack) for share in shares], 0)
 
-        whole, _ = policy_loss.divisors(shares, settings)
+        whole, _ = contributions.divisors(shares, settings)
         every = sum(len(one.output_ids_T) for group in groups for one in group.rollouts_G)
         ungraded = len(groups[2].rollouts_G[0].output_ids_T)
         assert (
@@ -251,7 +251,7 @@ class TestReinforcePlusPlus:
     def test_reports_say_who_was_trained_on_and_no_single_advantage(
         self, policy: Policy, groups: list[Any]
     ) -> None:
-        found = policy_loss.answer_signals(groups, asked({"loss": "reinforce_plus_plus"}))
+        found = contributions.answer_signals(groups, asked({"loss": "reinforce_plus_plus"}))
 
         assert [lesson.is_trained for answer_signals in found for lesson in answer_signals] == [True] * 8 + [
             False

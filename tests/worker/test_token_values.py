@@ -18,7 +18,7 @@ from tests.tiny import WORDS, make_byte_model, tiny_tokenizer
 from worker.model.policy import Policy
 from worker.model.token_text import TokenTexts
 from worker.recording.rollouts import rows_of, with_tokens
-from worker.training.policy_loss import answer_signals
+from worker.training.contributions import answer_signals
 from worker.training.trainer import PeftTrainer
 from worker.types import GradedStep, Group, Prompt, Rollout, TokenValues
 

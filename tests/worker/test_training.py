@@ -21,7 +21,7 @@ from worker.model.generation import choose
 from worker.model.policy import Policy, Route
 from worker.sampling import Sampling, grouped
 from worker.sampling.transformers import TransformersSampler, Wave, waves
-from worker.training import grpo, policy_loss
+from worker.training import contributions, grpo
 from worker.training.objective import token_loss
 from worker.training.objectives.registry import OBJECTIVES
 from worker.training.trainer import PeftTrainer
@@ -456,8 +456,8 @@ def relative_difference(ours: list[torch.Tensor], expected: list[torch.Tensor]) 
 
 def packs_of(groups: list[Any], settings: Resolved, decode: Callable[..., Any]) -> list[Any]:
     """What a step computes, with all that it is divided by in the weights and advantages."""
-    shares = [policy_loss.contribution_of(group, settings, decode) for group in groups]
-    whole, std = policy_loss.divisors(shares, settings)
+    shares = [contributions.contribution_of(group, settings, decode) for group in groups]
+    whole, std = contributions.divisors(shares, settings)
     return [
         Pack(
             share.pack.prompt_ids,

@@ -24,11 +24,12 @@ from worker.model.attention import Layout, block_mask, visible
 from worker.model.batch import Tensors, answers_of, in_rows, micro_batches, tensors_of
 from worker.model.policy import Policy, Route, load_base
 from worker.training import grpo
+from worker.training.contributions import contribution_of, divisors, training_rewards
 from worker.training.importance import weight
 from worker.training.loss import Batch, KeptValues, StepValues
 from worker.training.objective import Tokens, token_loss
 from worker.training.objectives.registry import OBJECTIVES
-from worker.training.policy_loss import PolicyLoss, contribution_of, divisors, training_rewards
+from worker.training.policy_loss import PolicyLoss
 from worker.training.teacher import PolicyTeacher
 from worker.types import NEW_ROOT, NO_ANSWER, Group, Node, Pack, Prompt, Rollout, TrainingSequence
 

@@ -30,7 +30,7 @@ from worker.model import batch
 from worker.model.policy import Policy
 from worker.refusals import UnsupportedModel
 from worker.sampling.choice import report_left_out
-from worker.training import policy_loss
+from worker.training import contributions
 from worker.training.trainer import PeftTrainer
 from worker.types import Group
 
@@ -305,10 +305,10 @@ class TestMiniBatches:
     def test_each_part_is_a_step_clipped_against_the_policy_that_sampled(self, policy: Policy) -> None:
         settings = asked({"loss": "grpo", "kl": 0.1, "mini_batches": 2, "updates_per_batch": 2})
         groups = [with_gap(group, n) for n, group in enumerate(sampled(policy, list(self.FOUR)))]
-        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
+        shares = [contributions.contribution_of(group, settings, policy.text) for group in groups]
         parts = [
             [group for group in groups if group.prompt.line in {share.line for share in part}]
-            for part in policy_loss.in_mini_batches(shares, 2, seed=0)
+            for part in contributions.in_mini_batches(shares, 2, seed=0)
         ]
         began = {
             r.output_ids_T: plain_logprobs(policy, g.prompt.ids, r.output_ids_T).detach()
@@ -345,8 +345,8 @@ class TestMiniBatches:
         learn(whole, groups[::-1])
         metrics = learn(divided, groups)
 
-        shares = [policy_loss.contribution_of(group, three, policy.text) for group in groups]
-        parts = policy_loss.in_mini_batches(shares, 3, seed=0)
+        shares = [contributions.contribution_of(group, three, policy.text) for group in groups]
+        parts = contributions.in_mini_batches(shares, 3, seed=0)
         weights = [sum(len(share.lengths) for share in part) / 16 for part in parts]
         assert 1 < len(parts) == len(divided.gradients)
         total = [
@@ -359,12 +359,12 @@ class TestMiniBatches:
     def test_the_division_depends_on_the_lines_and_the_seed_alone(self, policy: Policy) -> None:
         settings = asked({})
         shares = [
-            policy_loss.contribution_of(group, settings, policy.text)
+            contributions.contribution_of(group, settings, policy.text)
             for group in sampled(policy, list(self.FOUR))
         ]
 
         def lines(order: list[Any], seed: int) -> list[set[int]]:
-            return [{one.line for one in part} for part in policy_loss.in_mini_batches(order, 2, seed=seed)]
+            return [{one.line for one in part} for part in contributions.in_mini_batches(order, 2, seed=seed)]
 
         assert lines(shares, 1) == lines(shares[::-1], 1)
         assert len({tuple(map(frozenset, lines(shares, seed))) for seed in range(9)}) > 1

@@ -16,7 +16,7 @@ from worker.interfaces import Recorder
 from worker.recording import metrics, stopping
 from worker.refusals import UserMistake
 from worker.training import grpo
-from worker.training.policy_loss import training_rewards
+from worker.training.contributions import training_rewards
 from worker.types import Group
 
 # Steps without signal in a row after which an event says so. An event at every step would be ignored.

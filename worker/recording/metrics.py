@@ -16,7 +16,7 @@ from worker.episode import NO_RESULT, NOT_EXECUTED, StopReason
 from worker.history import Steps, first
 from worker.recording import answer_statistics, passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
-from worker.training import policy_loss
+from worker.training import contributions
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
 
 PHASES = ("sampling", "grading", "training", "eval")
@@ -228,7 +228,7 @@ def no_signal(
     signal and now most groups have nothing but full scores, the model has learned the task. With `cause_known`, after a
     warning of collapse, the sentence names no cause.
     """
-    kinds = Counter(policy_loss.signal(group, settings) for group in groups_P)
+    kinds = Counter(contributions.signal(group, settings) for group in groups_P)
     if kinds["mixed"] or any(group.has_teacher for group in groups_P):
         return None
     what = {
@@ -384,8 +384,8 @@ def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
 
 
 def signal_shares(groups_P: Sequence[Group], settings: Resolved) -> dict[str, float]:
-    """The share of the groups of each kind: see `policy_loss.signal`."""
-    kinds = Counter(policy_loss.signal(group, settings) for group in groups_P)
+    """The share of the groups of each kind: see `contributions.signal`."""
+    kinds = Counter(contributions.signal(group, settings) for group in groups_P)
     return {
         f"groups_{kind}_share": kinds[kind] / len(groups_P)
         for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")
@@ -399,8 +399,10 @@ def _replaced(
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """What dynamic sampling drew, and what was thrown away for it. Rewards are of the step's own prompts alone."""
-    silent_P = [group for group in [*train_P, *resampled_P] if policy_loss.signal(group, settings) != "mixed"]
-    mixed = sum(policy_loss.signal(group, settings) == "mixed" for group in resampled_P)
+    silent_P = [
+        group for group in [*train_P, *resampled_P] if contributions.signal(group, settings) != "mixed"
+    ]
+    mixed = sum(contributions.signal(group, settings) == "mixed" for group in resampled_P)
     everything = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *resampled_P]))
     discarded = sum(len(rollout.output_ids_T) for rollout in _rollouts(silent_P))
     return {

@@ -37,7 +37,7 @@ from worker.rollout.samples import sample_of
 from worker.rollout.shadow import Shadow
 from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
-from worker.training import policy_loss
+from worker.training import contributions
 from worker.training.steps import with_steps_only
 from worker.types import (
     Finding,
@@ -193,7 +193,7 @@ class Collector:
         return resampled_P
 
     def _has_signal(self, group: Group) -> bool:
-        return policy_loss.signal(group, self.settings) == "mixed"
+        return contributions.signal(group, self.settings) == "mixed"
 
     def _as_trained(self, group: Group) -> Group:
         return with_steps_only(group) if self.settings.supervision == "process" else group
@@ -333,7 +333,7 @@ class RolloutExperience:
         if learned is not None:
             groups_P, own = [*learned.groups_P, *learned.resampled_P], len(learned.groups_P)
             tokens = learned.update.tokens
-            signals_PG = policy_loss.answer_signals(groups_P, self.settings)
+            signals_PG = contributions.answer_signals(groups_P, self.settings)
             stored.append(GradedStep("train", groups_P, signals_PG, own=own, tokens=tokens))
         if validated is not None:
             stored.append(GradedStep("valid", validated))
@@ -359,7 +359,7 @@ class RolloutExperience:
         if self.settings.has_token_rewards:
             return []
         return [
-            policy_loss.compared_rewards(group, self.settings) for group in train_P if not group.has_teacher
+            contributions.compared_rewards(group, self.settings) for group in train_P if not group.has_teacher
         ]
 
     def check(

@@ -15,18 +15,18 @@ from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
 from worker.sampling.weights import same
 from worker.training import grpo
-from worker.training.distributed import gradient_of
-from worker.training.gradient import StepMemory, keep_memory
-from worker.training.loss import GradientSums, StepValues
-from worker.training.optimizer import BETAS, AdapterOptimizer, ValueOptimizer, optimizer_of
-from worker.training.policy_loss import (
+from worker.training.contributions import (
     GroupContribution,
-    PolicyLoss,
     batch_of,
     contribution_of,
     divisors,
     in_mini_batches,
 )
+from worker.training.distributed import gradient_of
+from worker.training.gradient import StepMemory, keep_memory
+from worker.training.loss import GradientSums, StepValues
+from worker.training.optimizer import BETAS, AdapterOptimizer, ValueOptimizer, optimizer_of
+from worker.training.policy_loss import PolicyLoss
 from worker.training.sampler_gate import SamplerGap, SamplerGate
 from worker.training.token_rewards import StepMoments
 from worker.training.trainable_weights import read_state, save_state, trained_of
