@@ -26,6 +26,7 @@ def without_torch() -> None:
     """Replace the modules that the loop imports only for types. Call it before worker.run is imported."""
     for name in (
         "torch",
+        "worker.model.memory",
         "worker.training.trainer",
         "worker.rollout.reward_models",
         "worker.rollout.distillation_rewards",

@@ -57,7 +57,7 @@ def test_a_run_without_a_model_imports_no_torch() -> None:
 import sys
 from bench import fake_run
 fake_run.without_torch()
-import worker.child, worker.recording.recorder, worker.rollout.experience, worker.run
+import worker.child, worker.recording.plan_record, worker.recording.recorder, worker.rollout.experience, worker.run
 print([name for name in sys.modules if name.startswith("torch.")])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

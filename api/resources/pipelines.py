@@ -49,7 +49,7 @@ class SweptJobOut(BaseModel):
     settings: dict[str, Any]
     job_id: str
     job_status: str | None = None
-    stopped: str | None = Field(default=None, description="Why the sweep has stopped it.")
+    stopped: str | None = Field(default=None, description="The reason for which the sweep has stopped it.")
     reward: float | None = Field(
         default=None,
         description="At the end: its mean over the rows that are graded in all jobs that succeeded.",

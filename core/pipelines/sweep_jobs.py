@@ -110,13 +110,13 @@ def _leader(session: Session, swept: Sequence[SweptJob]) -> str:
     return max(means, key=means.__getitem__) if means else swept[0].job.id
 
 
-def _stopped(work: Work, one: SweptJob, reason: str) -> SweptJob:
-    lock(work.session, one.job)
-    if not one.is_running:  # it has ended meanwhile
-        return one
-    events.append(work.session, one.job.id, f"Stopped by its sweep: {reason}.")
-    jobs.cancel(work, one.job)
-    return replace(one, entry=one.entry | {"stopped": reason})
+def _stopped(work: Work, loser: SweptJob, reason: str) -> SweptJob:
+    lock(work.session, loser.job)
+    if not loser.is_running:  # it has ended meanwhile
+        return loser
+    events.append(work.session, loser.job.id, f"Stopped by its sweep: {reason}.")
+    jobs.cancel(work, loser.job)
+    return replace(loser, entry=loser.entry | {"stopped": reason})
 
 
 def _end(session: Session, pipeline: Pipeline, name: str, swept: Sequence[SweptJob]) -> None:
@@ -147,6 +147,6 @@ def _end(session: Session, pipeline: Pipeline, name: str, swept: Sequence[SweptJ
     )
 
 
-def stage_jobs(settings: Sequence[Mapping[str, Any]], made: Sequence[Job]) -> list[Entry]:
+def stage_jobs(settings_J: Sequence[Mapping[str, Any]], jobs_J: Sequence[Job]) -> list[Entry]:
     """The entries of a sweep that starts."""
-    return [{"settings": dict(one), "job_id": job.id} for one, job in zip(settings, made, strict=True)]
+    return [{"settings": dict(one), "job_id": job.id} for one, job in zip(settings_J, jobs_J, strict=True)]

@@ -91,7 +91,7 @@ class Candidate:
 
 
 def beaten(candidate: Candidate, others: Sequence[Candidate], jobs: int) -> str | None:
-    """Why a job has lost: another is certainly better at the last step that both have validated. None: it has not.
+    """The reason for which a job has lost: another is certainly better at the last step that both validated; else None.
 
     The k-th look at a pair has the share 6 / (pi^2 k^2) of the level that the pair has of `ALARM_LEVEL` (Bonferroni
     over looks and pairs), so that no number of looks makes a wrong stop likelier than `ALARM_LEVEL` in the whole sweep.

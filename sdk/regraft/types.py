@@ -450,7 +450,7 @@ class SweptJob(BaseModel):
     job_id: str
     job_status: str | None = None
     stopped: str | None = None
-    """Why the sweep has stopped it."""
+    """The reason for which the sweep has stopped it."""
     reward: float | None = None
     """At the end: its mean over the rows that are graded in all jobs that succeeded."""
     difference: float | None = None
