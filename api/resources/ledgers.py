@@ -2,8 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi import APIRouter, Query
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, Service, ServiceDep
@@ -61,7 +61,12 @@ CSV: dict[int | str, dict[str, Any]] = {200: {"description": "CSV.", "content": 
 
 
 @router.get("/{job_id}/ledger", responses=refusals(404))
-async def show_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> JobLedger:
+async def show_ledger(
+    job_id: str,
+    project: CurrentProject,
+    service: ServiceDep,
+    steps: Annotated[bool, Query(description="Whether the response has each step.")] = True,
+) -> JobLedger:
     """Return what the tokens and the GPU time of a job taught, by step and in all."""
 
     def shown() -> JobLedger:
@@ -75,14 +80,14 @@ async def show_ledger(job_id: str, project: CurrentProject, service: ServiceDep)
             cost=_cost(price, gpu_seconds),
             waiting_seconds=found.waiting,
             buckets=buckets,
-            steps=[_step(step) for step in found.steps],
+            steps=[_step(step) for step in found.steps] if steps else [],
         )
 
     return await in_reader(service, project, shown)
 
 
-@router.get("/{job_id}/ledger/download", response_class=Response, responses=CSV | refusals(404))
-async def download_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> Response:
+@router.get("/{job_id}/ledger/download", response_class=StreamingResponse, responses=CSV | refusals(404))
+async def download_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> StreamingResponse:
     """Download the ledger as CSV: a row for each step and bucket."""
 
     def written() -> str:
@@ -90,7 +95,7 @@ async def download_ledger(job_id: str, project: CurrentProject, service: Service
 
     headers = {"content-disposition": f'attachment; filename="{job_id}-ledger.csv"'}
     content = await in_reader(service, project, written)
-    return Response(content, media_type="text/csv; charset=utf-8", headers=headers)
+    return StreamingResponse(iter([content]), media_type="text/csv; charset=utf-8", headers=headers)
 
 
 def _read(job_id: str, project_id: str, service: Service) -> Ledger:

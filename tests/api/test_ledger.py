@@ -51,6 +51,8 @@ def test_the_ledger_says_what_the_tokens_and_the_time_of_a_job_taught(api: TestC
             "gpu_seconds": {"taught": 7.0, "zero_variance": 2.0},
         },
     ]
+    in_all = api.get(f"/v1/regraft/jobs/{job_id}/ledger", params={"steps": False}).json()
+    assert in_all == found | {"steps": []}
     for part in ("tokens_percent", "time_percent"):
         assert sum(round(10 * one[part]) for one in found["buckets"]) == 1000
 

@@ -121,7 +121,7 @@ def step_metrics(updates: Sequence[StepTaken]) -> dict[str, Any]:
 STEP_METRICS = tuple(step_metrics([StepTaken(0.0, 0.0)]))
 
 
-class Update(Protocol):
+class UpdateFacts(Protocol):
     """What was measured of the updates of a step: UpdateMetrics, OfflineMetrics."""
 
     @property
@@ -136,7 +136,7 @@ class Update(Protocol):
     def unmeasured_updates(self) -> int | None: ...
 
 
-def changed_nothing(update: Update) -> bool:
+def changed_nothing(update: UpdateFacts) -> bool:
     """Whether a step left the weights as they were: the first gradient was not finite, or all updates were rejected.
 
     The KL of an update is measured wherever updates can be rejected, so without one none was accepted.
