@@ -358,7 +358,7 @@ class StepMetrics(_Part):
     discarded_tokens: int | None = metric("Tokens of those groups.", "tokens")
     discarded_seconds: float | None = metric("Their part of the sampling time, by tokens.", "s")
 
-    taught_tokens: int | None = metric(
+    learned_tokens: int | None = metric(
         "Tokens of the answers that the update learned from. Of a job that learns from the rows of its file: those of "
         "the rows, once for each update.",
         "tokens",

@@ -21,7 +21,7 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 class LedgerBucket(BaseModel):
     """The tokens and the GPU time with one use."""
 
-    bucket: Annotated[str, Field(description="Such as `taught` or `zero_variance` (docs/howto/ledger.md).")]
+    bucket: Annotated[str, Field(description="Such as `learned` or `zero_variance` (docs/howto/ledger.md).")]
     title: str
     tokens: Annotated[
         int,
@@ -42,7 +42,7 @@ class StepUse(BaseModel):
 
 
 class JobLedger(BaseModel):
-    """What the tokens and the GPU time of the recorded steps of a job taught."""
+    """The tokens and the GPU time of the recorded steps of a job, by what they taught."""
 
     object: Literal["regraft.job.ledger"] = "regraft.job.ledger"
     job_id: str
@@ -69,7 +69,7 @@ async def show_ledger(
 ) -> JobLedger:
     """Return what the tokens and the GPU time of a job taught, by step and in all."""
 
-    def shown() -> JobLedger:
+    def read() -> JobLedger:
         found, price = _read(job_id, project.id, service), Price.of(service.settings)
         buckets = buckets_of(found, price)
         gpu_seconds = seconds_of(sum(found.gpu_time.values()))
@@ -83,7 +83,7 @@ async def show_ledger(
             steps=[_step(step) for step in found.steps] if steps else [],
         )
 
-    return await in_reader(service, project, shown)
+    return await in_reader(service, project, read)
 
 
 @router.get("/{job_id}/ledger/download", response_class=StreamingResponse, responses=CSV | refusals(404))

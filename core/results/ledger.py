@@ -20,9 +20,9 @@ from core.step_metrics import StepMetrics
 MICROSECONDS = 1_000_000
 PERMILLE = 1000
 
-# In the order of reports. The first ones have a metric of the step, such as `taught_tokens`.
+# In the order of reports. The first ones have a metric of the step, such as `learned_tokens`.
 BY_ANSWER = {
-    "taught": "Taught",
+    "learned": "Learned",
     "not_updated": "Update changed nothing",
     "no_advantage": "No advantage in a mixed group",
     "zero_variance": "Zero-variance groups",
@@ -121,13 +121,13 @@ def _split(step: StepMetrics, sampling: int, training: int, tokens: Amounts) -> 
 
 
 def _by_answer(time: int, tokens: Amounts) -> dict[str, int]:
-    """Divide the time of sampling by tokens: answers are sampled together and have no time of their own."""
+    """Divide the time of sampling by tokens: answers are sampled together, so a single one has no separate time."""
     return divided(time, tokens) if tokens else {"idle": time}
 
 
 def _by_update(time: int, tokens: Amounts) -> dict[str, int]:
     """The update computes the answers with a gradient. Without one, its time is divided like that of sampling."""
-    learned = {bucket: tokens[bucket] for bucket in ("taught", "not_updated") if bucket in tokens}
+    learned = {bucket: tokens[bucket] for bucket in ("learned", "not_updated") if bucket in tokens}
     return _by_answer(time, learned or tokens)
 
 

@@ -400,7 +400,7 @@ class LedgerBucket(BaseModel):
     """The tokens and the GPU time with one use."""
 
     bucket: str
-    """Such as `taught` or `zero_variance` (docs/howto/ledger.md)."""
+    """Such as `learned` or `zero_variance` (docs/howto/ledger.md)."""
     title: str
     tokens: int
     """Sampled ones; of a job that learns from the rows of its file, the trained ones."""
@@ -469,7 +469,7 @@ class StepUse(BaseModel):
 
 
 class JobLedger(BaseModel):
-    """What the tokens and the GPU time of the recorded steps of a job taught."""
+    """The tokens and the GPU time of the recorded steps of a job, by what they taught."""
 
     object: Literal["regraft.job.ledger"] = "regraft.job.ledger"
     job_id: str
@@ -1324,7 +1324,7 @@ class StepMetrics(BaseModel):
     """Tokens of those groups."""
     discarded_seconds: float | None = None
     """Their part of the sampling time, by tokens."""
-    taught_tokens: int | None = None
+    learned_tokens: int | None = None
     """Tokens of the answers that the update learned from. Of a job that learns from the rows of its file:
     those of the rows, once for each update.
     """

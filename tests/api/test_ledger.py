@@ -22,7 +22,7 @@ def job_id(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
         row.usage = {"unused_tokens": 20}
         factories.step(session, row, 0, tokens=0, timing={"step": {"eval": 3.0, "full_iteration": 3.0}})
         step = {"sampling": 8.0, "training": 1.0, "waiting": 5.0, "full_iteration": 14.0}
-        tokens = {"taught_tokens": 60, "zero_variance_tokens": 20}
+        tokens = {"learned_tokens": 60, "zero_variance_tokens": 20}
         factories.step(session, row, 1, tokens=80, timing={"step": step}, **tokens)
     return created
 
@@ -33,9 +33,9 @@ def test_the_ledger_says_what_the_tokens_and_the_time_of_a_job_taught(api: TestC
     buckets = {one["bucket"]: one for one in found["buckets"]}
     assert (found["tokens"], found["gpu_seconds"], found["cost"]) == (100, 12.0, None)
     assert found["waiting_seconds"] == 5.0
-    assert buckets["taught"] == {
-        "bucket": "taught",
-        "title": "Taught",
+    assert buckets["learned"] == {
+        "bucket": "learned",
+        "title": "Learned",
         "tokens": 60,
         "tokens_percent": 60.0,
         "gpu_seconds": 7.0,
@@ -47,8 +47,8 @@ def test_the_ledger_says_what_the_tokens_and_the_time_of_a_job_taught(api: TestC
         {"step": 0, "tokens": {}, "gpu_seconds": {"validation": 3.0}},
         {
             "step": 1,
-            "tokens": {"taught": 60, "zero_variance": 20},
-            "gpu_seconds": {"taught": 7.0, "zero_variance": 2.0},
+            "tokens": {"learned": 60, "zero_variance": 20},
+            "gpu_seconds": {"learned": 7.0, "zero_variance": 2.0},
         },
     ]
     in_all = api.get(f"/v1/regraft/jobs/{job_id}/ledger", params={"steps": False}).json()
@@ -72,7 +72,7 @@ def test_the_ledger_is_downloaded_as_csv(api: TestClient, job_id: str) -> None:
     assert answer.text.splitlines() == [
         "step,bucket,tokens,gpu_seconds,cost,currency",
         "0,validation,0,3.0,,",
-        "1,taught,60,7.0,,",
+        "1,learned,60,7.0,,",
         "1,zero_variance,20,2.0,,",
         ",unused,20,0.0,,",
     ]
@@ -94,7 +94,7 @@ def test_a_comparison_of_jobs_has_their_ledgers(
 
     jobs = api.get(f"/v1/regraft/jobs/{job_id}/compare", params={"other": other}).json()["jobs"]
 
-    taught = [next(one for one in job["ledger"] if one["bucket"] == "taught") for job in jobs]
+    taught = [next(one for one in job["ledger"] if one["bucket"] == "learned") for job in jobs]
     assert [one["tokens"] for one in taught] == [60, 0]
 
 

@@ -50,13 +50,13 @@ def test_percentages_of_one_digit_add_up_to_100() -> None:
 
 def test_sampling_time_is_divided_by_tokens_and_the_update_taught() -> None:
     measured = step(
-        {"taught": 30, "zero_variance": 60, "truncated": 10},
+        {"learned": 30, "zero_variance": 60, "truncated": 10},
         phases={"sampling": 12.0, "grading": 3.0, "training": 4.0, "eval": 5.0, "waiting": 100.0},
         weight_sync_seconds=2.0,
     )
 
     assert seconds(measured) == {
-        "taught": 3.0 + 4.0,
+        "learned": 3.0 + 4.0,
         "zero_variance": 6.0,
         "truncated": 1.0,
         "grader_wait": 3.0,
@@ -87,8 +87,8 @@ def test_gpus_that_only_sample_are_idle_during_the_update_and_the_others_before_
     split = {"gpus": 9, "sampling_gpus": 2, "learning_gpus": 6}  # and one that does neither
     phases = {"sampling": 10.0, "training": 4.0, "grading": 1.0}
 
-    assert seconds(step({"taught": 1}, phases=phases, **split)) == {
-        "taught": 2 * 10.0 + 6 * 4.0,
+    assert seconds(step({"learned": 1}, phases=phases, **split)) == {
+        "learned": 2 * 10.0 + 6 * 4.0,
         "grader_wait": 9.0,
         "idle": 6 * 10.0 + 2 * 4.0 + 14.0,
     }
@@ -99,9 +99,9 @@ def test_gpus_that_sample_ahead_work_during_the_update(ahead: float, busy: float
     """At most in the time of the step, which has 2 seconds of waiting and 4 of the update."""
     split = {"gpus": 2, "sampling_gpus": 1, "learning_gpus": 1, "ahead_seconds": ahead}
 
-    found = seconds(step({"taught": 1}, phases={"sampling": 2.0, "training": 4.0}, **split))
+    found = seconds(step({"learned": 1}, phases={"sampling": 2.0, "training": 4.0}, **split))
 
-    assert (found["taught"], found["idle"]) == (4.0 + busy, 2.0 + 6.0 - busy)
+    assert (found["learned"], found["idle"]) == (4.0 + busy, 2.0 + 6.0 - busy)
 
 
 def test_sampling_without_any_token_is_idle() -> None:
@@ -112,28 +112,28 @@ def test_sampling_without_any_token_is_idle() -> None:
 @pytest.mark.parametrize("phase", sorted(PhaseSeconds.model_fields.keys() - {"full_iteration"}))
 def test_every_phase_of_a_step_is_in_the_ledger(phase: str) -> None:
     """All but the one that does not count as GPU-seconds, so that both have the same total."""
-    measured = step({"taught": 1}, phases={phase: 1.5}, gpus=3)
+    measured = step({"learned": 1}, phases={phase: 1.5}, gpus=3)
 
     assert sum(seconds(measured).values()) == measured.gpu_seconds
 
 
 def test_the_step_of_rows_of_a_file_has_what_it_learned_and_its_validation() -> None:
-    measured = step({"taught": 100}, trained_tokens=100, phases={"training": 3.0, "eval": 1.0})
+    measured = step({"learned": 100}, trained_tokens=100, phases={"training": 3.0, "eval": 1.0})
 
-    assert of_step(measured).tokens == {"taught": 100}
-    assert seconds(measured) == {"taught": 3.0, "validation": 1.0}
+    assert of_step(measured).tokens == {"learned": 100}
+    assert seconds(measured) == {"learned": 3.0, "validation": 1.0}
 
 
 def test_a_job_is_the_sum_of_its_steps_and_of_the_tokens_that_were_sampled_for_none() -> None:
     phases = {"sampling": 1 / 3, "training": 1 / 7, "eval": 0.1}
     steps = [
-        of_step(step({"taught": 7, "zero_variance": 4, "forced": 1}, number, phases=phases))
+        of_step(step({"learned": 7, "zero_variance": 4, "forced": 1}, number, phases=phases))
         for number in (1, 2, 3)
     ]
 
     job = Ledger(steps, unused=5)
 
-    assert job.tokens["taught"] == 21
+    assert job.tokens["learned"] == 21
     assert job.tokens["unused"] == 5
     assert sum(job.tokens.values()) == 3 * 12 + 5
     assert sum(job.gpu_time.values()) == sum(sum(one.gpu_time.values()) for one in steps)
@@ -143,20 +143,20 @@ def test_a_job_is_the_sum_of_its_steps_and_of_the_tokens_that_were_sampled_for_n
 
 
 def test_the_csv_has_each_amount_once() -> None:
-    steps = [of_step(step({"taught": 3, "ungraded": 1}, 1, phases={"sampling": 4.0, "eval": 1.0}))]
+    steps = [of_step(step({"learned": 3, "ungraded": 1}, 1, phases={"sampling": 4.0, "eval": 1.0}))]
 
     rows = list(csv.DictReader(io.StringIO(ledger.to_csv(Ledger(steps, unused=2), Price(0.5, "EUR")))))
 
     found = [(row["step"], row["bucket"], int(row["tokens"]), float(row["gpu_seconds"])) for row in rows]
     assert found == [
-        ("1", "taught", 3, 3.0),
+        ("1", "learned", 3, 3.0),
         ("1", "ungraded", 1, 1.0),
         ("1", "validation", 0, 1.0),
         ("", "unused", 2, 0.0),
     ]
     assert {row["currency"] for row in rows} == {"EUR"}
     assert sum(float(row["cost"]) for row in rows) == 2.5
-    assert ledger.to_csv(Ledger(steps), FREE).splitlines()[1] == "1,taught,3,3.0,,"
+    assert ledger.to_csv(Ledger(steps), FREE).splitlines()[1] == "1,learned,3,3.0,,"
 
 
 @pytest.mark.both_databases
@@ -164,9 +164,9 @@ def test_a_step_that_is_repeated_counts_once(database: Database) -> None:
     with database.write() as session:
         job = factories.job(session, factories.project(session), usage={"unused_tokens": 9})
         for tokens in (5, 6):
-            factories.step(session, job, 1, taught_tokens=tokens)
+            factories.step(session, job, 1, learned_tokens=tokens)
 
         found = ledger.of_job(session, job)
 
-    assert [one.tokens for one in found.steps] == [{"taught": 6}]
-    assert (found.tokens["taught"], found.tokens["unused"]) == (6, 9)
+    assert [one.tokens for one in found.steps] == [{"learned": 6}]
+    assert (found.tokens["learned"], found.tokens["unused"]) == (6, 9)

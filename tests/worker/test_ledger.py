@@ -60,12 +60,12 @@ LOST = Episode((), (), "discarded", "trace_1", "HTTP 500")
 
 
 def test_each_answer_has_the_bucket_of_what_it_taught() -> None:
-    assert answers(group(1.0, 0.0)) == {"taught": 2}
-    assert answers(group(1.0, 0.5, 0.0)) == {"taught": 2, "no_advantage": 1}
+    assert answers(group(1.0, 0.0)) == {"learned": 2}
+    assert answers(group(1.0, 0.5, 0.0)) == {"learned": 2, "no_advantage": 1}
     assert answers(group(0.3, 0.3)) == {"zero_variance": 2}
-    assert answers(group(1.0, 0.0, None)) == {"taught": 2, "ungraded": 1}
+    assert answers(group(1.0, 0.0, None)) == {"learned": 2, "ungraded": 1}
     assert answers(group(1.0, None)) == {"ungraded": 2}
-    assert answers(group(None, 1.0, 0.0, episode=LOST)) == {"discarded_episodes": 1, "taught": 2}
+    assert answers(group(None, 1.0, 0.0, episode=LOST)) == {"discarded_episodes": 1, "learned": 2}
 
 
 def test_answers_to_resampled_prompts_count_apart_unless_they_taught() -> None:
@@ -73,15 +73,15 @@ def test_answers_to_resampled_prompts_count_apart_unless_they_taught() -> None:
         group(0.0, 0.0), resampled=[group(1.0, 1.0), group(1.0, 0.0)], settings=asked({"resample_prompts": 4})
     )
 
-    assert found == {"zero_variance": 2, "resampled": 2, "taught": 2}
+    assert found == {"zero_variance": 2, "resampled": 2, "learned": 2}
 
 
 def test_a_truncated_answer_is_lost_if_it_is_masked_and_its_group_has_signal() -> None:
     mixed = group(0.0, 1.0, 1.0, finish_reason="length")
     masks = asked({"overlong": "mask"})
 
-    assert answers(mixed, settings=masks) == {"truncated": 1, "taught": 2}
-    assert answers(mixed) == {"taught": 3}
+    assert answers(mixed, settings=masks) == {"truncated": 1, "learned": 2}
+    assert answers(mixed) == {"learned": 3}
     assert answers(group(1.0, 1.0, finish_reason="length"), settings=masks) == {"zero_variance": 2}
 
 
@@ -90,21 +90,21 @@ def test_a_penalty_that_pulls_to_the_reference_is_no_signal() -> None:
 
 
 def test_an_objective_with_rewards_of_tokens_learns_from_equal_scores_too() -> None:
-    assert answers(group(1.0, 1.0, None), settings=asked({"loss": "ppo"})) == {"taught": 2, "ungraded": 1}
+    assert answers(group(1.0, 1.0, None), settings=asked({"loss": "ppo"})) == {"learned": 2, "ungraded": 1}
 
 
 def test_answers_with_a_teacher_need_no_score() -> None:
     teacher = (-0.1,) * LENGTH
     taught = replace(group(None, None), rollouts_G=(rollout(teacher_T=teacher),) * 2)
 
-    assert answers(taught) == {"taught": 2}
+    assert answers(taught) == {"learned": 2}
 
 
 def test_forced_tokens_count_apart() -> None:
     tokens = answer_tokens([group(1.0, 0.0, forced=2, grammar_start=2)], [], TAKEN, asked({}))
 
     assert {name: count for name, count in tokens.items() if count} == {
-        "taught_tokens": 2 * LENGTH - 2,
+        "learned_tokens": 2 * LENGTH - 2,
         "forced_tokens": 2,
     }
 
@@ -123,7 +123,7 @@ def test_forced_tokens_count_apart() -> None:
 def test_an_update_that_changed_nothing_taught_nothing(lost: dict[str, Any], changed: bool) -> None:
     found = answers(group(1.0, 0.0), group(1.0, 1.0), update=replace(TAKEN, **lost))
 
-    assert found == {"taught" if changed else "not_updated": 2, "zero_variance": 2}
+    assert found == {"learned" if changed else "not_updated": 2, "zero_variance": 2}
 
 
 def of_job(bench: Bench) -> Ledger:
@@ -142,7 +142,7 @@ def test_the_ledger_of_a_run_is_its_usage(bench: Bench) -> None:
     bench.train(skill=Skill(0.3), advanced={"group_size": 4, "resample_prompts": 2})
 
     assert_is_usage(bench)
-    assert {"taught", "zero_variance", "validation"} <= {
+    assert {"learned", "zero_variance", "validation"} <= {
         bucket for bucket, time in of_job(bench).gpu_time.items() if time
     }
 

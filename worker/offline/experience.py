@@ -85,7 +85,7 @@ class RowExperience:
                 **{name: getattr(learned, name) for name in STEP_METRICS},
                 "trained_sequences": learned.sequences,
                 "trained_tokens": learned.tokens,
-                "not_updated_tokens" if changed_nothing(learned) else "taught_tokens": learned.tokens,
+                "not_updated_tokens" if changed_nothing(learned) else "learned_tokens": learned.tokens,
             }
             if clock.seconds.get("training"):
                 data["training_tokens_per_second"] = learned.tokens / clock.seconds["training"]

@@ -13,16 +13,14 @@ from worker.types import AnswerSignal, Group, Rollout, UpdateMetrics
 def answer_tokens(
     train_P: Sequence[Group], resampled_P: Sequence[Group], update: UpdateMetrics, settings: Resolved
 ) -> dict[str, int]:
-    """Return the metrics `taught_tokens`, `zero_variance_tokens`, ...: their sum is the tokens of all answers.
+    """Return the metrics `learned_tokens`, `zero_variance_tokens`, ...: their sum is the tokens of all answers.
 
     All tokens of an answer count in one bucket, but the forced ones.
     """
     groups_P = [*train_P, *resampled_P]
     signals_PG = policy_loss.answer_signals(groups_P, settings)
-    is_taken = update.trained_sequences > 0 and not changed_nothing(
-        update
-    )  # the sampler gate refuses whole steps
-    learned = "taught" if is_taken else "not_updated"
+    is_refused = update.trained_sequences == 0  # by the sampler gate
+    learned = "not_updated" if is_refused or changed_nothing(update) else "learned"
     tokens = dict.fromkeys(BY_ANSWER, 0)
     for number, (group, signals_G) in enumerate(zip(groups_P, signals_PG, strict=True)):
         without_signal = "zero_variance" if number < len(train_P) else "resampled"

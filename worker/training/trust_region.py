@@ -122,7 +122,7 @@ STEP_METRICS = tuple(step_metrics([StepTaken(0.0, 0.0)]))
 
 
 class UpdateFacts(Protocol):
-    """What was measured of the updates of a step: UpdateMetrics, OfflineMetrics."""
+    """Measurements of the updates of a step: UpdateMetrics, OfflineMetrics."""
 
     @property
     def skipped(self) -> bool: ...
