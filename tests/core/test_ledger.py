@@ -84,7 +84,7 @@ def test_without_a_gradient_the_time_of_the_step_is_that_of_its_answers() -> Non
 
 
 def test_gpus_that_only_sample_are_idle_during_the_update_and_the_others_before_it() -> None:
-    split = {"gpus": 9, "sampling_gpus": 2, "learning_gpus": 6}  # and one that does neither
+    split: dict[str, Any] = {"gpus": 9, "sampling_gpus": 2, "learning_gpus": 6}  # and one that does neither
     phases = {"sampling": 10.0, "training": 4.0, "grading": 1.0}
 
     assert seconds(step({"learned": 1}, phases=phases, **split)) == {
@@ -97,7 +97,7 @@ def test_gpus_that_only_sample_are_idle_during_the_update_and_the_others_before_
 @pytest.mark.parametrize(("ahead", "busy"), [(3.0, 3.0), (50.0, 6.0)])
 def test_gpus_that_sample_ahead_work_during_the_update(ahead: float, busy: float) -> None:
     """At most in the time of the step, which has 2 seconds of waiting and 4 of the update."""
-    split = {"gpus": 2, "sampling_gpus": 1, "learning_gpus": 1, "ahead_seconds": ahead}
+    split: dict[str, Any] = {"gpus": 2, "sampling_gpus": 1, "learning_gpus": 1, "ahead_seconds": ahead}
 
     found = seconds(step({"learned": 1}, phases={"sampling": 2.0, "training": 4.0}, **split))
 

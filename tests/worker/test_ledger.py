@@ -18,6 +18,7 @@ from tests.worker.test_training import asked
 from worker.child import booked_at_the_end
 from worker.clock import Clock
 from worker.episode import Episode
+from worker.gpu_ratio import GpuSplit
 from worker.recording.ledger import answer_tokens
 from worker.rollout.experience import Rewards
 from worker.run import RunOutcome
@@ -221,6 +222,17 @@ def test_weights_are_synchronized_once_a_session() -> None:
         sync.end()  # another engine has them too
 
     assert sync.seconds == 3.5
+
+
+def test_the_gpus_that_sample_and_those_that_learn_are_recorded(bench: Bench) -> None:
+    run = bench.run()
+    run.experience.gpus, run.experience.split = 4, GpuSplit(1, 3)
+
+    asyncio.run(run.train())
+
+    assert {(step["sampling_gpus"], step["learning_gpus"]) for step in bench.steps()} == {(1, 3)}
+    assert of_job(bench).gpu_time["idle"] > 0
+    assert_is_usage(bench)
 
 
 class LateRewards(Rewards):

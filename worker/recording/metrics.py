@@ -52,7 +52,7 @@ def of_step(
     ahead_seconds: float | None = None,
     weight_sync_seconds: float | None = None,
     gpus: int = 1,
-    split: GpuSplit | None = None,
+    gpu_split: GpuSplit | None = None,
     base_scores: RowScores | None = None,
     base_shadow_scores: RowScores | None = None,
     best_scores: RowScores | None = None,
@@ -71,8 +71,8 @@ def of_step(
     data: dict[str, Any] = {"step": step, "total_steps": total_steps}
     if gpus > 1:
         data["gpus"] = gpus
-    if split is not None:
-        data |= {"sampling_gpus": split.sampling, "learning_gpus": split.learning}
+    if gpu_split is not None:
+        data |= {"sampling_gpus": gpu_split.sampling, "learning_gpus": gpu_split.learning}
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if valid_P is not None:

@@ -321,7 +321,7 @@ class RolloutExperience:
             ahead_seconds=None if learned is None else self.collector.ahead_seconds,
             weight_sync_seconds=None if learned is None else self.collector.weight_sync_seconds,
             gpus=self.gpus,
-            split=self.split,
+            gpu_split=self.split,
             base_scores=history.base_scores,
             base_shadow_scores=history.base_shadow_scores,
             best_scores=history.best_scores,
