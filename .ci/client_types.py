@@ -29,9 +29,9 @@ from openai import BaseModel
 # without "Out", except for these.
 RETURNED = (
     "AliasChangeOut AliasOut Comparison CurveOut EstimateOut GoldenCaseOut GraderAuditOut GraderCheckOut "
-    "GraderVersionOut JobComparison PipelineOut PreviewAnswerOut PreviewOut ProfileOut PromptOut RegradeOut "
-    "RegradedOut ResultOut RolloutOut RolloutTokens StepMetrics StoredGraderOut UsageReport VerdictOut WhatIfOut "
-    "WorkQueueOut WorkerOut"
+    "GraderVersionOut JobComparison JobLedger PipelineOut PreviewAnswerOut PreviewOut ProfileOut PromptOut "
+    "RegradeOut RegradedOut ResultOut RolloutOut RolloutTokens StepMetrics StoredGraderOut UsageReport VerdictOut "
+    "WhatIfOut WorkQueueOut WorkerOut"
 ).split()
 RENAMED = {
     "Comparison": "EvalComparison",

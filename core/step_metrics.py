@@ -92,6 +92,8 @@ class StepMetrics(_Part):
     )
     total_steps: int = metric("Number of steps of the job.", default=0)
     gpus: int | None = metric("GPUs of the run, if more than one.")
+    sampling_gpus: int | None = metric("Those of them that sample, if others learn.")
+    learning_gpus: int | None = metric("Those of them that learn, if others sample.")
 
     train_loss: float | None = metric(
         "Supervised: mean -log p of the learned tokens. dpo and reward_model: mean loss of the pairs or of the scored "
@@ -355,13 +357,54 @@ class StepMetrics(_Part):
     discarded_tokens: int | None = metric("Tokens of those groups.", "tokens")
     discarded_seconds: float | None = metric("Their part of the sampling time, by tokens.", "s")
 
-    sampled_tokens: int | None = metric("Tokens of all answers of the step.", "tokens")
+    learned_tokens: int | None = metric(
+        "Tokens of the answers that the update learned from. Of a job that learns from the rows of its file: those of "
+        "the rows, once for each update.",
+        "tokens",
+    )
+    not_updated_tokens: int | None = metric(
+        "Tokens of such answers in a step whose update changed nothing.", "tokens"
+    )
+    no_advantage_tokens: int | None = metric(
+        "Tokens of the answers in groups with signal whose own advantage is exactly 0.", "tokens"
+    )
+    zero_variance_tokens: int | None = metric(
+        "Tokens of the answers to the step's own prompts whose rewards are all equal.", "tokens"
+    )
+    resampled_tokens: int | None = metric(
+        "Tokens of the answers to resampled prompts whose rewards are all equal too.", "tokens"
+    )
+    truncated_tokens: int | None = metric(
+        "With `overlong` mask: tokens of the answers that were left out because they reached the token limit.",
+        "tokens",
+    )
+    ungraded_tokens: int | None = metric(
+        "Tokens of the answers that could not be graded, or that are the only graded one of their group.",
+        "tokens",
+    )
+    discarded_episodes_tokens: int | None = metric(
+        "Tokens of the episodes that were discarded because a tool failed.", "tokens"
+    )
+    forced_tokens: int | None = metric(
+        "Tokens that closed a thought at its budget: no policy has sampled them, and none is trained on.",
+        "tokens",
+    )
+
+    sampled_tokens: int | None = metric(
+        "Tokens of all answers of the step, the sum of those by what they taught.", "tokens"
+    )
     sampling_tokens_per_second: float | None = metric(
         "Sampled tokens per second of the phase sampling, or of `ahead_seconds`.", "tokens/s"
     )
     ahead_seconds: float | None = metric(
         "With the schedule `off_policy`: seconds in which the answers were sampled during earlier steps. The phase "
         "sampling is the part of it that the trainer waited for.",
+        "s",
+    )
+    weight_sync_seconds: float | None = metric(
+        "The part of the phase sampling in which vLLM engines were started or woken and got the weights, up to the "
+        "first engine that had them; of a fleet, in which the adapter was stored. 0 with the sampler `transformers`, "
+        "and not measured with the schedule `off_policy`, which does it beside learning.",
         "s",
     )
     training_tokens_per_second: float | None = metric(

@@ -28,6 +28,14 @@ def side_by_side(
 
 
 @dataclass(frozen=True)
+class GpuSplit:
+    """The GPUs of a run of which some sample and others learn. There may be more that do neither."""
+
+    sampling: int
+    learning: int
+
+
+@dataclass(frozen=True)
 class GpuRatio:
     """Seconds of both at once, on these GPUs, and the best division of the GPUs if each scales with its own."""
 

@@ -9,12 +9,14 @@ from api.http.deps import CurrentProject, ServiceDep
 from api.http.shapes import Money
 from api.resources.estimates import in_reader
 from api.resources.eval_compare import Difference
+from api.resources.ledgers import LedgerBucket, buckets_of
 from core.errors import InvalidRequest
 from core.jobs import lifecycle
 from core.jobs.budgets import Price
 from core.masking import hide_in_method
-from core.results import job_comparison
+from core.results import job_comparison, ledger
 from core.results.job_comparison import PairedRewards, Validated
+from core.results.ledger import Ledger
 
 MAX_OTHERS = 5
 
@@ -31,6 +33,7 @@ class ComparedJob(BaseModel):
     ]
     gpu_seconds: Annotated[float, Field(description="Of its recorded steps.")]
     cost: Annotated[Money | None, Field(description="Of these GPU-seconds; null: the service has no price.")]
+    ledger: Annotated[list[LedgerBucket], Field(description="What its tokens and its GPU time taught.")]
 
 
 class ComparedPair(BaseModel):
@@ -92,12 +95,16 @@ async def compare_jobs(
                 )
             validations = [job_comparison.validated(session, job) for job in jobs]
             configs = [job_comparison.config(session, job) for job in jobs]
+            ledgers = [ledger.of_job(session, job) for job in jobs]
         graders = [config.get("grader") for config in configs]
         configs = [hide_in_method(config) for config in configs]
         pairs = job_comparison.against_first(service.blobs, [validation.page for validation in validations])
         price = Price.of(service.settings)
         return JobComparison(
-            jobs=[_compared_job(validation, price) for validation in validations],
+            jobs=[
+                _compared_job(validation, of_job, price)
+                for validation, of_job in zip(validations, ledgers, strict=True)
+            ],
             pairs=[
                 _compared_pair(job.id, pair, same_grader=grader == graders[0])
                 for job, pair, grader in zip(jobs[1:], pairs, graders[1:], strict=True)
@@ -110,7 +117,7 @@ async def compare_jobs(
     return await in_reader(service, project, compared)
 
 
-def _compared_job(validation: Validated, price: Price) -> ComparedJob:
+def _compared_job(validation: Validated, of_job: Ledger, price: Price) -> ComparedJob:
     job = validation.job
     cost = price.amount(job.gpu_seconds)
     return ComparedJob(
@@ -119,6 +126,7 @@ def _compared_job(validation: Validated, price: Price) -> ComparedJob:
         step=None if validation.page is None else validation.page.step,
         gpu_seconds=job.gpu_seconds,
         cost=None if cost is None else Money(**cost),
+        ledger=buckets_of(of_job, price),
     )
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         GraderCheck,
         GraderVersion,
         JobComparison,
+        JobLedger,
         Preview,
         PreviewAnswer,
         PreviewProgress,
@@ -83,7 +84,7 @@ _HOME = {
     "regraft.resources.graders": "GraderTest",
     "regraft.sync.client": "Regraft",
     "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderVersion "
-    "JobComparison Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
+    "JobComparison JobLedger Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
     "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict "
     "WhatIf Worker",
 }
@@ -128,6 +129,7 @@ __all__ = [
     "JobComparison",
     "JobEvent",
     "JobFailed",
+    "JobLedger",
     "JobNotFound",
     "LineError",
     "ModelNotFound",

@@ -398,6 +398,23 @@ class Money(BaseModel):
     """ISO 4217."""
 
 
+class LedgerBucket(BaseModel):
+    """The tokens and the GPU time with one use."""
+
+    bucket: str
+    """Such as `learned` or `zero_variance` (docs/howto/ledger.md)."""
+    title: str
+    tokens: int
+    """Sampled ones; of a job that learns from the rows of its file, the trained ones."""
+    tokens_percent: float
+    """With one digit; these of all buckets add up to 100."""
+    gpu_seconds: float
+    time_percent: float
+    """With one digit; these of all buckets add up to 100."""
+    cost: Money | None = None
+    """Of the GPU-seconds; None: the service has no price."""
+
+
 class ComparedJob(BaseModel):
     """A job of a comparison."""
 
@@ -410,6 +427,8 @@ class ComparedJob(BaseModel):
     """Of its recorded steps."""
     cost: Money | None = None
     """Of these GPU-seconds; None: the service has no price."""
+    ledger: list[LedgerBucket]
+    """What its tokens and its GPU time taught."""
 
 
 class ComparedPair(BaseModel):
@@ -457,6 +476,31 @@ class SweptJob(BaseModel):
     """Of the best job minus this one; None of the best one."""
     low: float | None = None
     """Lower 95 % bound of the difference, for all pairs of jobs at once."""
+
+
+class StepUse(BaseModel):
+    """The ledger of one step. Buckets without an amount are absent."""
+
+    step: int
+    tokens: dict[str, int]
+    gpu_seconds: dict[str, float]
+
+
+class JobLedger(BaseModel):
+    """The tokens and the GPU time of the recorded steps of a job, by what they taught."""
+
+    object: Literal["regraft.job.ledger"] = "regraft.job.ledger"
+    job_id: str
+    tokens: int
+    """The sum of the buckets."""
+    gpu_seconds: float
+    """The sum of the buckets."""
+    cost: Money | None = None
+    """Of these GPU-seconds; None: the service has no price."""
+    waiting_seconds: float
+    """Of waiting for other jobs on the same device: in no bucket, as in `gpu_seconds`."""
+    buckets: list[LedgerBucket]
+    steps: list[StepUse]
 
 
 class StageError(BaseModel):
@@ -1056,6 +1100,10 @@ class StepMetrics(BaseModel):
     """Number of steps of the job."""
     gpus: int | None = None
     """GPUs of the run, if more than one."""
+    sampling_gpus: int | None = None
+    """Those of them that sample, if others learn."""
+    learning_gpus: int | None = None
+    """Those of them that learn, if others sample."""
     train_loss: float | None = None
     """Supervised: mean -log p of the learned tokens. dpo and reward_model: mean loss of the pairs or of
     the scored answers. Before the update.
@@ -1300,13 +1348,38 @@ class StepMetrics(BaseModel):
     """Tokens of those groups."""
     discarded_seconds: float | None = None
     """Their part of the sampling time, by tokens."""
+    learned_tokens: int | None = None
+    """Tokens of the answers that the update learned from. Of a job that learns from the rows of its file:
+    those of the rows, once for each update.
+    """
+    not_updated_tokens: int | None = None
+    """Tokens of such answers in a step whose update changed nothing."""
+    no_advantage_tokens: int | None = None
+    """Tokens of the answers in groups with signal whose own advantage is exactly 0."""
+    zero_variance_tokens: int | None = None
+    """Tokens of the answers to the step's own prompts whose rewards are all equal."""
+    resampled_tokens: int | None = None
+    """Tokens of the answers to resampled prompts whose rewards are all equal too."""
+    truncated_tokens: int | None = None
+    """With `overlong` mask: tokens of the answers that were left out because they reached the token limit."""
+    ungraded_tokens: int | None = None
+    """Tokens of the answers that could not be graded, or that are the only graded one of their group."""
+    discarded_episodes_tokens: int | None = None
+    """Tokens of the episodes that were discarded because a tool failed."""
+    forced_tokens: int | None = None
+    """Tokens that closed a thought at its budget: no policy has sampled them, and none is trained on."""
     sampled_tokens: int | None = None
-    """Tokens of all answers of the step."""
+    """Tokens of all answers of the step, the sum of those by what they taught."""
     sampling_tokens_per_second: float | None = None
     """Sampled tokens per second of the phase sampling, or of `ahead_seconds`."""
     ahead_seconds: float | None = None
     """With the schedule `off_policy`: seconds in which the answers were sampled during earlier steps. The
     phase sampling is the part of it that the trainer waited for.
+    """
+    weight_sync_seconds: float | None = None
+    """The part of the phase sampling in which vLLM engines were started or woken and got the weights, up
+    to the first engine that had them; of a fleet, in which the adapter was stored. 0 with the sampler
+    `transformers`, and not measured with the schedule `off_policy`, which does it beside learning.
     """
     training_tokens_per_second: float | None = None
     """Trained tokens per second of the phase training."""

@@ -22,6 +22,7 @@ from core.tenancy.keys import Scope
 from core.tenancy.limits import Limits
 from graders.backends import Backends
 from tests import factories
+from tests.hardware import hardware_file
 from tests.watched_blobs import WatchedBlobs
 
 MODELS = {
@@ -121,6 +122,19 @@ def second_project(session: Any) -> str:
     session.add(project)
     session.flush()
     return keys.create_key(Work(session, operator_of(project)), project, "theirs").token
+
+
+@pytest.fixture
+def priced(house: House) -> TestClient:
+    """A client of the same house, where a GPU-second costs a cent."""
+    settings = house.app.state.service.settings.model_copy(
+        update={"hardware_file": hardware_file(house.folder, price_per_gpu_second=0.01, currency="EUR")}
+    )
+    registry = Registry(models=MODELS)
+    house.app = create_app(
+        settings, house.database, house.blobs, registry, Backends.none(), lambda *wake: True
+    )
+    return house.client(house.key)
 
 
 @pytest.fixture

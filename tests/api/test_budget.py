@@ -10,39 +10,22 @@ from openai import BadRequestError, OpenAI
 from sqlalchemy import event, update
 from starlette.testclient import TestClient
 
-from api.app import create_app
 from core.database.engine import Work
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle, usage
 from core.jobs.job_files import BadFile
 from core.jobs.remaining import RemainingSteps
-from core.registry import Registry
 from core.step_metrics import StepMetrics
 from core.storage.datasets import MAX_LINE_BYTES
-from graders.backends import Backends
 from graders.spec import parse_grader
 from tests import factories
-from tests.api.conftest import MODELS, House
+from tests.api.conftest import House
 from tests.api.test_jobs import JOBS, change, error, post
-from tests.hardware import hardware_file
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from worker.supervisor.validation import check_file
 
 ESTIMATE = "/v1/regraft/estimate"
-
-
-@pytest.fixture
-def priced(house: House) -> TestClient:
-    """A client of the same house, where a GPU-second costs a cent."""
-    settings = house.app.state.service.settings.model_copy(
-        update={"hardware_file": hardware_file(house.folder, price_per_gpu_second=0.01, currency="EUR")}
-    )
-    registry = Registry(models=MODELS)
-    house.app = create_app(
-        settings, house.database, house.blobs, registry, Backends.none(), lambda *wake: True
-    )
-    return house.client(house.key)
 
 
 @pytest.fixture

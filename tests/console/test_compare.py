@@ -267,3 +267,13 @@ def test_the_model_of_a_job_is_promoted_in_place_of_another_one_and_rolled_back(
     logged_in.get_by_role("link", name="production").click()
     expect(logged_in.get_by_role("heading", name="production")).to_be_visible()
     expect(logged_in.get_by_role("link", name=str(models[0]))).to_be_visible()
+
+
+def test_jobs_are_compared_by_what_their_tokens_taught(logged_in: Page, finished: str, other: str) -> None:
+    open_comparison(logged_in, finished, other)
+
+    rows = logged_in.get_by_role("region", name="What the tokens taught").locator("tbody tr")
+
+    learned = rows.filter(has_text="Learned").locator("td")
+    expect(learned).to_have_count(4)
+    expect(learned.first).to_have_text(re.compile(r"^\d+\.\d %$"))

@@ -94,3 +94,23 @@ def test_the_command_palette_leads_to_pages_jobs_and_actions(
     logged_in.keyboard.press("ArrowUp")
     logged_in.keyboard.press("Enter")
     logged_in.get_by_role("heading", name="Usage").wait_for()
+
+
+def test_a_job_says_what_its_tokens_taught(
+    logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
+) -> None:
+    ledger = untyped(server.client().get(f"/regraft/jobs/{finished}/ledger", cast_to=object))
+    shown = [one for one in ledger["buckets"] if one["tokens"] or one["gpu_seconds"]]
+    logged_in.goto(f"/#/jobs/{finished}")
+
+    logged_in.locator("summary", has_text="What the tokens taught").click()
+
+    rows = logged_in.get_by_role("region", name="What the tokens taught").locator("tbody tr")
+    expect(rows).to_have_count(len(shown) + 1)
+    for one, row in zip(shown, rows.all(), strict=False):
+        expect(row).to_contain_text(f"{one['title']}{one['tokens']:,}")
+        expect(row).to_contain_text(f"{one['time_percent']:.1f} %")
+    expect(rows.last).to_contain_text(f"All{ledger['tokens']:,}")
+    expect(logged_in.get_by_role("img", name=re.compile("^GPU time: Learned"))).to_be_visible()
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)

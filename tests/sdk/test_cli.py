@@ -997,6 +997,30 @@ def test_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
     assert fields == ["hyperparameters.n_epochs", "seed"]
 
 
+def test_the_ledger_of_a_job_is_shown_downloaded_and_compared(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
+) -> None:
+    first, second = house.job(seed=1), house.job(seed=2)
+    timing = {"step": {"sampling": 120.0, "training": 15.0, "full_iteration": 135.0}}
+    house.step(first, 1, 2, 0.5, learned_tokens=3000, zero_variance_tokens=1000, timing=timing)
+
+    _, out, _ = regraft("jobs", "ledger", first)
+
+    assert re.search(r"Learned +3000 +75\.0 % +1 min 45 s +77\.8 % +-", out), out
+    assert re.search(r"Zero-variance groups +1000 +25\.0 % +30 s +22\.2 % +-", out), out
+    assert re.search(r"All +4000 +100\.0 % +2 min 15 s +100\.0 % +-", out), out
+    assert "Ungraded" not in out
+    assert regraft("jobs", "ledger", second)[1] == "No step is recorded yet.\n"
+    assert in_json("jobs", "ledger", first)["steps"][0]["tokens"] == {"learned": 3000, "zero_variance": 1000}
+    _, csv, _ = regraft("jobs", "ledger", first, "--csv")
+    assert csv == client.jobs.ledger_csv(first)
+    assert csv.splitlines()[1] == "1,learned,3000,105.0,,"
+    assert regraft("jobs", "ledger", first, "--csv", "--output", "json")[0] == 2
+    _, compared, _ = regraft("jobs", "compare", first, second)
+    assert re.search(r"Learned +75\.0 % / 77\.8 % +0\.0 % / 0\.0 %", compared), compared
+    assert "Learned" not in regraft("jobs", "compare", second, house.job(seed=3))[1]
+
+
 def test_attempts_and_logs_of_a_job_are_shown(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
 ) -> None:

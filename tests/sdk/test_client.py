@@ -377,6 +377,18 @@ def test_everything_it_promises_is_there() -> None:
     assert len(ROWS) == 4
 
 
+def test_the_asynchronous_client_has_ledgers(make_async: Callable[[], AsyncRegraft], house: House) -> None:
+    job_id = house.job()
+    house.step(job_id, 1, 2, 0.5, learned_tokens=8)
+
+    async def read() -> tuple[int, str]:
+        async with make_async() as client:
+            found = await client.jobs.ledger(job_id)
+            return found.tokens, await client.jobs.ledger_csv(job_id)
+
+    assert asyncio.run(read()) == (8, "step,bucket,tokens,gpu_seconds,cost,currency\n1,learned,8,0.0,,\n")
+
+
 def test_the_asynchronous_client_has_pipelines(make_async: Callable[[], AsyncRegraft]) -> None:
     async def use() -> None:
         async with make_async() as client:

@@ -19,6 +19,7 @@ from core.jobs.offline_hyperparameters import (
     epochs,
     resolve,
 )
+from core.results import ledger
 from core.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from tests.present import present
@@ -472,7 +473,7 @@ class Overflowing(OfflineTrainer):
 
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         metrics = super().step(packs)
-        broken = replace(metrics, loss=math.nan, skipped=True, grad_norm=None)
+        broken = replace(metrics, loss=math.nan, skipped=True, grad_norm=None, learning_rate=None)
         return broken if self.steps_taken == 2 else metrics
 
 
@@ -487,6 +488,25 @@ def test_a_step_whose_loss_is_no_number_is_recorded_without_one(
 
     losses = {step["step"]: step["train_loss"] for step in bench.steps() if "train_loss" in step}
     assert [step for step, loss in losses.items() if loss is None] == [2]
+
+
+def test_the_ledger_has_the_rows_that_were_learned_and_those_of_a_skipped_update(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
+    one = run(bench, policy := make_policy())
+    one.experience.trainer = Overflowing(policy, one.experience.settings, token_budget=4096)
+    one.stop_requested = lambda: False
+
+    asyncio.run(one.train())
+
+    with bench.database.read() as session:
+        found = ledger.of_job(session, bench.job())
+    skipped = [step.step for step in found.steps if step.tokens.get("not_updated")]
+    used = {bucket for bucket, time in found.gpu_time.items() if time}
+    assert skipped == [2]
+    assert used == {"learned", "not_updated", "validation"}
+    assert sum(found.tokens.values()) == present(bench.job().usage)["trained_tokens"]
+    assert sum(found.gpu_time.values()) / 1e6 == pytest.approx(bench.job().gpu_seconds, abs=1e-4)
 
 
 @pytest.mark.parametrize("validated", [True, False])

@@ -22,6 +22,7 @@ from worker.engine.protocol import (
 )
 from worker.model.engine_sizes import SEQUENCES
 from worker.sampling.pool import EnginePlaces, EnginePool
+from worker.sampling.weight_sync import WEIGHT_SYNC
 
 FACTS = ServerInfo(
     model="tiny",
@@ -236,6 +237,14 @@ def test_an_engine_that_is_busy_for_as_long_as_it_may_be_silent_is_lost() -> Non
 
     assert sampled(engines, [group(0)]) == expected(0)
     assert engines.lost == ["0: it answered with 503: "]
+
+
+def test_the_first_engine_that_has_the_weights_ends_their_synchronization() -> None:
+    before = WEIGHT_SYNC.seconds
+    WEIGHT_SYNC.begin()
+
+    assert sampled(engines_of(Replies()), [group(0)]) == expected(0)
+    assert WEIGHT_SYNC.seconds > before
 
 
 @pytest.mark.parametrize(

@@ -489,7 +489,8 @@ def test_the_wait_for_answers_in_flight_before_a_validation_is_sampling_time(ben
     asyncio.run(one_step())
 
     answers, validated = 2 * 4, len(experience.valid_prompts)
-    assert clock.seconds["sampling"] == 2 * answers
+    # The grades of the batch, which has a real clock, take microseconds of it.
+    assert clock.seconds["sampling"] + clock.seconds["grading"] == pytest.approx(2 * answers)
     assert clock.seconds["eval"] == validated
 
 

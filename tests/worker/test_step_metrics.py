@@ -48,6 +48,8 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None
     of_an_off_policy_run = {"ahead_seconds", "staleness", "stale_tokens_share"}
     assert NAMES - set().union(*steps) - in_a_section - of_an_update == {
         "gpus",
+        "sampling_gpus",  # of a job whose GPUs are split
+        "learning_gpus",
         "waiting",  # of a job that shares its device
         *of_episodes,
         *of_reasoning,

@@ -17,7 +17,7 @@ from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence
 from worker.recording.metrics import usage_by_model
 from worker.training.offline import OfflineMetrics, OfflineTrainer
-from worker.training.trust_region import STEP_METRICS
+from worker.training.trust_region import STEP_METRICS, changed_nothing
 from worker.types import Pack, Rollback, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.
@@ -85,6 +85,7 @@ class RowExperience:
                 **{name: getattr(learned, name) for name in STEP_METRICS},
                 "trained_sequences": learned.sequences,
                 "trained_tokens": learned.tokens,
+                "not_updated_tokens" if changed_nothing(learned) else "learned_tokens": learned.tokens,
             }
             if clock.seconds.get("training"):
                 data["training_tokens_per_second"] = learned.tokens / clock.seconds["training"]

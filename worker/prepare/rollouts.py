@@ -7,7 +7,7 @@ from graders.spec import GraderSpec, LabelModelSpec, ScoreModelSpec, parts_of
 from graders.types import Grader
 from graders.weighted_sum import weights_of_parts
 from worker.checks import compatibility_cache
-from worker.gpu_ratio import RatioMeasurement
+from worker.gpu_ratio import GpuSplit, RatioMeasurement
 from worker.heartbeat import HeartbeatSampler, HeartbeatTrainer
 from worker.instruments import InstrumentedSampler
 from worker.interfaces import Scorer, Trainer
@@ -66,6 +66,7 @@ def rollout_experience(
         response_schema=task.response_schema,
         gpus=plan.gpus,
         thresholds=settings.warnings,
+        split=split_of(plan.base.engines, plan.world),
         ratio=ratio_of(plan.base.engines, plan.world),
         sampled=plan.attempt.sampled,
         shadow=shadow_of(plan, task),
@@ -216,6 +217,13 @@ def judged_range(spec: GraderSpec) -> float:
 def _width(part: ScoreModelSpec | LabelModelSpec) -> float:
     low, high = part.bounds if isinstance(part, ScoreModelSpec) else (0.0, 1.0)
     return high - low
+
+
+def split_of(engines: Placement, world: World | None) -> GpuSplit | None:
+    """None: the same GPUs sample and learn."""
+    if engines.kind != "split":
+        return None
+    return GpuSplit(engines.processes, 1 if world is None else world.size)
 
 
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:

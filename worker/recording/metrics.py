@@ -13,8 +13,9 @@ from core.statistics import sequential_low
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NO_RESULT, NOT_EXECUTED, StopReason
+from worker.gpu_ratio import GpuSplit
 from worker.history import Steps, first
-from worker.recording import answer_statistics, passes, shadow
+from worker.recording import answer_statistics, ledger, passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import contributions
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
@@ -49,7 +50,9 @@ def of_step(
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
     ahead_seconds: float | None = None,
+    weight_sync_seconds: float | None = None,
     gpus: int = 1,
+    gpu_split: GpuSplit | None = None,
     base_scores: RowScores | None = None,
     base_shadow_scores: RowScores | None = None,
     best_scores: RowScores | None = None,
@@ -68,6 +71,8 @@ def of_step(
     data: dict[str, Any] = {"step": step, "total_steps": total_steps}
     if gpus > 1:
         data["gpus"] = gpus
+    if gpu_split is not None:
+        data |= {"sampling_gpus": gpu_split.sampling, "learning_gpus": gpu_split.learning}
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if valid_P is not None:
@@ -80,7 +85,9 @@ def of_step(
     if train_P and graders:
         data |= signal_shares(train_P, settings) | answer_statistics.of_answers(train_P)
     if update is not None:
-        data |= _update(update)
+        data |= _update(update) | ledger.answer_tokens(train_P, resampled_P, update, settings)
+    if weight_sync_seconds is not None:
+        data["weight_sync_seconds"] = weight_sync_seconds
     data |= _staleness(step, train_P)
     if resampled_P:
         data |= _replaced(train_P, resampled_P, settings, seconds)

@@ -21,7 +21,7 @@ from graders.types import ErrorKind, Grade, Grader
 from graders.weighted_sum import weights_of_parts
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
-from worker.gpu_ratio import RatioMeasurement
+from worker.gpu_ratio import GpuSplit, RatioMeasurement
 from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
 from worker.model.tool_calls import CallReader
@@ -37,6 +37,7 @@ from worker.rollout.samples import sample_of
 from worker.rollout.shadow import Shadow
 from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
+from worker.sampling.weight_sync import WEIGHT_SYNC
 from worker.training import contributions
 from worker.training.steps import with_steps_only
 from worker.types import (
@@ -85,6 +86,8 @@ class Collector:
     # With `off_policy_steps`: seconds in which the step's answers were sampled, while the trainer could learn from
     # those of the steps before. None: nothing else was done meanwhile.
     ahead_seconds: float | None = field(default=None, init=False)
+    # The part of the step's sampling in which engines got the weights. None: the step was sampled ahead.
+    weight_sync_seconds: float | None = field(default=None, init=False)
     _ahead: dict[int, AsyncBatch] = field(default_factory=dict, init=False)  # by step
     # Of the batches at the sampler, in the order of their steps. A batch is graded while the next one is sampled.
     _sampling_turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -93,8 +96,11 @@ class Collector:
         """Return the step's own groups and the resampled ones, after the trainer has received all of them."""
         if self.settings.off_policy_steps:
             return await self._from_before(step, clock), []
+        synced = WEIGHT_SYNC.seconds
         groups_P = await self._learn(self.prompts.batch(step), step, clock)
-        return groups_P, await self._resample_zero_variance(step, groups_P, clock)
+        resampled_P = await self._resample_zero_variance(step, groups_P, clock)
+        self.weight_sync_seconds = WEIGHT_SYNC.seconds - synced
+        return groups_P, resampled_P
 
     async def sampler_is_free(self, clock: Clock) -> None:
         """Wait until sampling ahead has completed, and keep its groups."""
@@ -124,9 +130,13 @@ class Collector:
         if is_first:
             for later in range(most):
                 self._begin(step + later, learned=step - 1, steps_ago=most - later)
+        before = clock.seconds.get("sampling", 0.0)
         with clock("sampling"):  # the remaining time
             groups_P = await self._ahead[step].groups
         batch = self._ahead.pop(step)
+        graded = min(batch.clock.seconds.get("grading", 0.0), clock.seconds["sampling"] - before)
+        clock.add("sampling", -graded)  # a batch is graded in the last part of its time
+        clock.add("grading", graded)
         self.ahead_seconds = None if is_first else batch.sampling_seconds
         self._begin(step + most, learned=step - 1, steps_ago=0)
         return await self._hand_over(groups_P, clock)
@@ -238,6 +248,7 @@ class RolloutExperience:
     response_schema: str = ""  # the schema that answers are JSON of (core/response_format.py)
     gpus: int = 1  # GPU-seconds in each second of this run
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
+    split: GpuSplit | None = None  # if some GPUs sample while others learn
     ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
     sampled: SampledTokens = field(default_factory=SampledTokens)  # of the attempt
     shadow: Shadow | None = None  # scores validations beside the grader
@@ -308,7 +319,9 @@ class RolloutExperience:
             update=None if learned is None else learned.update,
             seconds=clock.seconds,
             ahead_seconds=None if learned is None else self.collector.ahead_seconds,
+            weight_sync_seconds=None if learned is None else self.collector.weight_sync_seconds,
             gpus=self.gpus,
+            gpu_split=self.split,
             base_scores=history.base_scores,
             base_shadow_scores=history.base_shadow_scores,
             best_scores=history.best_scores,

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from worker.engine.client import EngineBusy, EngineClient, EngineLost
 from worker.engine.protocol import AnswerFrame, AnswerRequest, GroupRequest, ServerInfo
 from worker.model.engine_sizes import SEQUENCES
+from worker.sampling.weight_sync import WEIGHT_SYNC
 from worker.sampling.weights import Weights
 
 # Of an engine, which decodes at most half as many side by side and so always has the next ones.
@@ -129,7 +130,9 @@ class EnginePool:
     async def deliver(self, engine: EngineClient) -> str:
         """Have the engine sample from the published weights. Returns their name in requests."""
         async with self._places_at(engine).delivery:
-            return await self.weights.deliver(engine)
+            name = await self.weights.deliver(engine)
+        WEIGHT_SYNC.end()
+        return name
 
     def _on_ready(self, facts: ServerInfo) -> None:
         self.left_out = facts.left_out

@@ -42,6 +42,7 @@ from worker.sampling.fleet import FleetConfig, FleetEngines
 from worker.sampling.own import LowerEngine, OwnEngines, StartEngine
 from worker.sampling.placement import ONE_ENGINE, Placement
 from worker.sampling.pool import EnginePool, EngineSource
+from worker.sampling.weight_sync import WEIGHT_SYNC
 from worker.sampling.weights import (
     AdapterStore,
     SentAdapter,
@@ -314,6 +315,7 @@ class VllmSampler:
     ) -> None:
         """Do the work while engines sample from the weights, in place of any other work."""
         await self._leave()
+        WEIGHT_SYNC.begin()
         self._running = asyncio.current_task()
         pool = EnginePool(self.engines, self.weights)
         try:

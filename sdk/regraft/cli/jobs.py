@@ -29,7 +29,7 @@ from regraft.display import Waiting
 from regraft.jobs import grader_of, result_of, verdict_of
 from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, queued_text, sparkline
 from regraft.sync.client import Regraft
-from regraft.types import ComparedPair, JobResult, Preview, PreviewProgress
+from regraft.types import ComparedPair, JobResult, LedgerBucket, Preview, PreviewProgress
 
 SLOW_START_S = 300.0  # weights of tens of gigabytes and an engine's start take minutes
 
@@ -198,6 +198,8 @@ def jobs_compare(arguments: argparse.Namespace) -> int:
         parts = [table(["job", "model", "validated at step", "GPU time", "cost"], jobs)]
         missing = {one.job_id for one in found.jobs if one.step is None}
         parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair, missing)]
+        if any(bucket.tokens or bucket.gpu_seconds for one in found.jobs for bucket in one.ledger):
+            parts.append(_ledgers({one.job_id: one.ledger for one in found.jobs}))
         if found.config:
             changed = [[one.field, *map(value_text, one.values)] for one in found.config]
             parts.append(table(["field", *(one.job_id for one in found.jobs)], changed))
@@ -223,6 +225,49 @@ def _pair(first: str, pair: ComparedPair, missing: Collection[str]) -> list[str]
     if not pair.same_grader:
         lines.append("Their graders differ, so the rewards may not be on one scale.")
     return lines
+
+
+def jobs_ledger(arguments: argparse.Namespace) -> int:
+    client = connect()
+    if arguments.csv:
+        if arguments.output == "json":
+            raise Refused("--csv and --output json exclude each other.")
+        sys.stdout.write(client.jobs.ledger_csv(arguments.job_id))
+        return DONE
+    found = client.jobs.ledger(arguments.job_id)
+
+    def text() -> str:
+        rows: list[list[object]] = [
+            [
+                one.title,
+                one.tokens,
+                f"{one.tokens_percent:.1f} %",
+                duration(one.gpu_seconds),
+                f"{one.time_percent:.1f} %",
+                money(one.cost),
+            ]
+            for one in found.buckets
+            if one.tokens or one.gpu_seconds
+        ]
+        if not rows:
+            return "No step is recorded yet."
+        in_all = duration(found.gpu_seconds)
+        rows.append(
+            ["All", found.tokens, "100.0 %" if found.tokens else "-", in_all, "100.0 %", money(found.cost)]
+        )
+        return table(["taught", "tokens", "of the tokens", "GPU time", "of the time", "cost"], rows)
+
+    return answer(arguments, found, text)
+
+
+def _ledgers(buckets_of: Mapping[str, Sequence[LedgerBucket]]) -> str:
+    """The shares of tokens and of time, of the buckets that a job has."""
+    rows = [
+        [buckets[0].title, *(f"{one.tokens_percent:.1f} % / {one.time_percent:.1f} %" for one in buckets)]
+        for buckets in zip(*buckets_of.values(), strict=True)
+        if any(one.tokens or one.gpu_seconds for one in buckets)
+    ]
+    return table(["share of tokens / of time", *buckets_of], rows)
 
 
 def jobs_attempts(arguments: argparse.Namespace) -> int:

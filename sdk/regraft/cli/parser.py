@@ -267,10 +267,18 @@ JOBS = Group(
     Command("cancel", "cancel a job permanently", "job_id", text=MOVED),
     Command(
         "compare",
-        "compare the validated rewards of jobs prompt by prompt with those of the first, and their requests",
+        "compare the validated rewards of jobs prompt by prompt with those of the first, what their tokens taught, and "
+        "their requests",
         arg("first", "FIRST"),
         arg("others", "OTHER", nargs="+"),
         example="regraft jobs compare ftjob-1 ftjob-2 ftjob-3",
+    ),
+    Command(
+        "ledger",
+        "show what the tokens and the GPU time of a job taught",
+        "job_id",
+        arg("--csv", help="print CSV with a row for each step and bucket"),
+        example="regraft jobs ledger ftjob-... --csv > ledger.csv",
     ),
     Command("attempts", "list the attempts of a job, oldest first", "job_id"),
     Command("logs", "print the logs of a job's runs", "job_id"),

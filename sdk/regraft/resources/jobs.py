@@ -22,7 +22,7 @@ from regraft.literals import Method, Split
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
 from regraft.resources.waiting import retry_in
-from regraft.types import Curve, JobComparison, Verdict
+from regraft.types import Curve, JobComparison, JobLedger, Verdict
 
 if TYPE_CHECKING:
     import pandas
@@ -137,6 +137,14 @@ class AsyncJobs(OpenAIAsyncJobs):
     async def compare(self, first: str, *others: str) -> JobComparison:
         """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
         return await self._client.get(_comparison(first, others), cast_to=JobComparison)
+
+    async def ledger(self, job_id: str) -> JobLedger:
+        """Return what the tokens and the GPU time of a job taught, by step and in all."""
+        return await self._client.get(f"/regraft/jobs/{job_id}/ledger", cast_to=JobLedger)
+
+    async def ledger_csv(self, job_id: str) -> str:
+        """Return the ledger as CSV, with a row for each step and bucket."""
+        return await self._client.get(f"/regraft/jobs/{job_id}/ledger/download", cast_to=str)
 
     async def watch(self, job_id: str, *, after: str | None = None) -> AsyncIterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.

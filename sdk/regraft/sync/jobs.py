@@ -30,7 +30,7 @@ from regraft.resources.jobs import (
     validate_local,
     validation,
 )
-from regraft.types import Curve, JobComparison, Verdict
+from regraft.types import Curve, JobComparison, JobLedger, Verdict
 
 if TYPE_CHECKING:
     import pandas
@@ -90,6 +90,14 @@ class Jobs(OpenAIJobs):
     def compare(self, first: str, *others: str) -> JobComparison:
         """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
         return self._client.get(_comparison(first, others), cast_to=JobComparison)
+
+    def ledger(self, job_id: str) -> JobLedger:
+        """Return what the tokens and the GPU time of a job taught, by step and in all."""
+        return self._client.get(f"/regraft/jobs/{job_id}/ledger", cast_to=JobLedger)
+
+    def ledger_csv(self, job_id: str) -> str:
+        """Return the ledger as CSV, with a row for each step and bucket."""
+        return self._client.get(f"/regraft/jobs/{job_id}/ledger/download", cast_to=str)
 
     def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
