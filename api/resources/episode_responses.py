@@ -80,12 +80,12 @@ async def respond_in_episode(
     if not body.stream:
         return JSON(response_of(answer, completion))
     return StreamingResponse(
-        events(answer, _in_chunks(completion | {"model": body.model})),
+        events(answer, _streamed(completion | {"model": body.model})),
         media_type="text/event-stream",
         headers=UNBUFFERED,
     )
 
 
-async def _in_chunks(completion: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _streamed(completion: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     for chunk in chunks_of(completion):
         yield chunk

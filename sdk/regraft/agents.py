@@ -176,10 +176,7 @@ class _Player:
     def _play(self, episode: Episode) -> bool:
         """Play and complete an episode. Returns whether the agent did not fail."""
         try:
-            reward = self._function(episode)
-            if inspect.isawaitable(reward):
-                reward = asyncio.run(_awaited(reward))
-            body = {"status": "ready", "reward": _number(reward)}
+            body = {"status": "ready", "reward": reward_of(self._function, episode)}
         except Exception:
             log.warning("the agent failed in the episode %s", episode.id, exc_info=True)
             self._complete(episode, {"status": "failed"})
@@ -208,6 +205,14 @@ class _Player:
             log.warning("the episode %s is not completed: %s", episode.id, error)
             return is_temporary(error)
         return True
+
+
+def reward_of(function: Agent, episode: Episode) -> float | None:
+    """The reward of an episode that the function plays now. Raises what it raises, and as `_number`."""
+    reward = function(episode)
+    if inspect.isawaitable(reward):
+        reward = asyncio.run(_awaited(reward))
+    return _number(reward)
 
 
 def _number(reward: float | None) -> float | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from core.jobs.hyperparameters import Resolved
 from core.results.ledger import BY_ANSWER
 from graders.types import Grade
-from worker.training import grpo, policy_loss
+from worker.training import grpo
 from worker.training.trust_region import changed_nothing
 from worker.types import AnswerSignal, Group, Rollout, UpdateMetrics
 
@@ -18,13 +18,13 @@ def answer_tokens(
     All tokens of an answer count in one bucket, but the forced ones.
     """
     groups_P = [*train_P, *resampled_P]
-    signals_PG = policy_loss.answer_signals(groups_P, settings)
+    signals_PG = contributions.answer_signals(groups_P, settings)
     is_refused = update.trained_sequences == 0  # by the sampler gate
     learned = "not_updated" if is_refused or changed_nothing(update) else "learned"
     tokens = dict.fromkeys(BY_ANSWER, 0)
     for number, (group, signals_G) in enumerate(zip(groups_P, signals_PG, strict=True)):
         without_signal = "zero_variance" if number < len(train_P) else "resampled"
-        kind = policy_loss.signal(group, settings)
+        kind = contributions.signal(group, settings)
         for rollout, grade, signal in zip(group.rollouts_G, group.grades_G, signals_G, strict=True):
             if _teaches(signal, group, settings):
                 bucket = learned

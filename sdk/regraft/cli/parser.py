@@ -589,6 +589,15 @@ AGENTS = Group(
         arg("--concurrency", "N", "episodes at once", default=32),
         example="regraft agents run ftjob-abc my_agent:play",
     ),
+    Command(
+        "try",
+        "play episodes with a model that is served, without a job",
+        arg("function", "MODULE:FUNCTION", "plays one episode, as of agents run"),
+        arg("--model", "NAME", "the model that answers", required=True),
+        arg("--rows", "FILE", "JSONL of training rows (default: one episode without a row)"),
+        arg("--limit", "N", "play the first N rows", default=1),
+        example="regraft agents try my_agent:play --model qwen3-8b --rows train.jsonl",
+    ),
 )
 
 PIPELINES = Group(

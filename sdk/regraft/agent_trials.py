@@ -1,0 +1,256 @@
+"""Try an agent without a job: a model of the service answers, and what an episode would count is counted.
+
+    regraft.agent_trials.try_agent(play, "qwen3-8b", rows)
+
+The function gets the base URL of a server on this machine, which forwards its requests to the service.
+"""
+
+import hmac
+import json
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx2
+import openai
+
+from regraft.agents import Agent, Episode, reward_of
+from regraft.sync.client import Regraft
+
+ROUTES = ("chat/completions", "responses")
+TIMEOUT_S = 1800  # of an episode, as a job's
+
+Said = tuple[Any, ...]
+"""A text, a call or a result of a conversation, equal in both APIs."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An episode of an agent without a job."""
+
+    reward: float | None
+    error: str  # of the function; empty: none
+    turns: int  # answers of the model
+    prompt_tokens: int  # that the model read, of all answers
+    completion_tokens: int
+    branches: int  # answers to another history than an earlier one, after the first answer
+    seconds: float
+
+
+@dataclass
+class _Talk:
+    """The requests of an episode and their answers. Several threads add to it."""
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    branches: int = 0
+    _known: list[list[Said]] = field(default_factory=list)  # conversations that end with an answer
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        usage = answer.get("usage") or {}
+        asked = list(said_in(request))
+        with self._lock:
+            continues = any(known == asked[: len(known)] and len(known) < len(asked) for known in self._known)
+            self.branches += bool(self._known) and not continues
+            self._known.append([*asked, *answered(answer)])
+            self.turns += 1
+            self.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
+            self.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+
+
+def try_agent(
+    function: Agent, model: str, rows: Iterable[Mapping[str, Any]], *, client: Regraft | None = None
+) -> Iterator[Trial]:
+    """Play an episode for each row, one after the other.
+
+    Args:
+        function: as of `regraft.agents.run`.
+        model: any that the service serves.
+        rows: of a file of training rows; a row without `messages` has none.
+    """
+    for number, row in enumerate(rows):
+        yield _tried(function, model, dict(row), f"try_{number}", client or Regraft())
+
+
+def _tried(function: Agent, model: str, row: dict[str, Any], id: str, client: Regraft) -> Trial:
+    talk, key, reward, error = _Talk(), secrets.token_hex(16), None, ""
+    begun = time.monotonic()
+    with _served(talk, model, key, client) as base_url:
+        deadline = int(time.time()) + TIMEOUT_S
+        messages, tools = row.get("messages") or [], row.get("tools") or []
+        episode = Episode(id, base_url, key, row, messages, tools, "train", id, deadline)
+        try:
+            reward = reward_of(function, episode)
+        except Exception as cause:
+            traceback.print_exc()
+            error = f"{type(cause).__name__}: {cause}"
+    seconds = time.monotonic() - begun
+    counts = talk.turns, talk.prompt_tokens, talk.completion_tokens, talk.branches
+    return Trial(reward, error, *counts, seconds)
+
+
+@contextmanager
+def _served(talk: _Talk, model: str, key: str, client: Regraft) -> Iterator[str]:
+    """Answer an agent on this machine, and yield the base URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            listed = {
+                "object": "list",
+                "data": [{"id": model, "object": "model", "created": 0, "owned_by": ""}],
+            }
+            self._respond(
+                *_error(404, "There is no such page.") if self.path != "/v1/models" else _json(200, listed)
+            )
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            sent = (self.headers.get("authorization") or "").encode()
+            if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+                self._respond(*_error(401, "This is not the key of the episode."))
+                return
+            self._respond(*forwarded(client, talk, self.path.removeprefix("/v1/"), body, model))
+
+        def _respond(self, status: int, kind: str, content: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+
+
+Response = tuple[int, str, bytes]
+"""Status, media type and body."""
+
+
+def forwarded(client: Regraft, talk: _Talk, route: str, body: bytes, model: str) -> Response:
+    """The answer of the service to a request of the agent. Streams arrive whole, as those of episodes."""
+    if route not in ROUTES:
+        return _error(404, f"An episode has {', '.join(ROUTES)} and models.")
+    try:
+        request = json.loads(body)
+        asked = request | {"model": model}
+        has_usage = bool((request.get("stream_options") or {}).get("include_usage"))
+    except (ValueError, TypeError, AttributeError):
+        return _error(400, "The body is not a JSON object.")
+    counts_stream = bool(request.get("stream")) and route == ROUTES[0]
+    if counts_stream:
+        asked["stream_options"] = {"include_usage": True}
+    try:
+        answer = client.post(f"/{route}", body=asked, cast_to=httpx2.Response)
+    except openai.APIStatusError as refused:
+        return _of(refused.response)
+    except openai.APIConnectionError as cause:
+        return _error(502, f"The service does not answer: {cause}")
+    if not request.get("stream"):
+        talk.add(request, answer.json())
+        return _of(answer)
+    events = list(events_of(answer.text))
+    talk.add(request, whole_of(events))
+    if counts_stream and not has_usage:
+        content = "".join(f"data: {json.dumps(one)}\n\n" for one in events if one.get("choices") != [])
+        return 200, "text/event-stream", f"{content}data: [DONE]\n\n".encode()
+    return _of(answer)
+
+
+def _of(answer: httpx2.Response) -> Response:
+    return answer.status_code, answer.headers.get("content-type", "application/json"), answer.content
+
+
+def _json(status: int, content: Any) -> Response:
+    return status, "application/json", json.dumps(content).encode()
+
+
+def _error(status: int, message: str) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return _json(status, {"error": error})
+
+
+def events_of(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events."""
+    for line in text.split("\n"):
+        data = line.removeprefix("data: ")
+        if data is not line and data.startswith("{"):
+            yield json.loads(data)
+
+
+def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The answer of a stream, as far as it is counted: a response, or a chat completion."""
+    usage: Any = None
+    content, calls = "", dict[int, Any]()
+    for event in events:
+        if event.get("response"):  # the last one is whole
+            usage = event["response"]
+            continue
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or ():
+            content += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls") or ():
+                calls.setdefault(call["index"], call)
+    if usage is not None and "output" in usage:
+        whole: Mapping[str, Any] = usage
+        return whole
+    message = {"role": "assistant", "content": content, "tool_calls": [calls[at] for at in sorted(calls)]}
+    return {"choices": [{"message": message}], "usage": usage}
+
+
+def said_in(request: Mapping[str, Any]) -> Iterator[Said]:
+    """A request as a conversation. Thoughts and the spelling of arguments make no difference, as in an episode."""
+    functions = [tool.get("function", tool) for tool in request.get("tools") or ()]
+    yield "tools", json.dumps([function.get("name") for function in functions])
+    if request.get("instructions"):
+        yield "system", request["instructions"]
+    listed = request.get("messages") or request.get("input") or ()
+    for item in [{"role": "user", "content": listed}] if isinstance(listed, str) else listed:
+        yield from _parts_of(item)
+
+
+def answered(answer: Mapping[str, Any]) -> Iterator[Said]:
+    """The same of an answer."""
+    for item in [
+        *(choice["message"] for choice in answer.get("choices") or ()),
+        *(answer.get("output") or ()),
+    ]:
+        yield from _parts_of(item)
+
+
+def _parts_of(item: Mapping[str, Any]) -> Iterator[Said]:
+    kind = item.get("type")
+    if kind == "function_call":
+        yield "call", item.get("call_id")
+    elif kind == "function_call_output" or item.get("role") == "tool":
+        yield (
+            "result",
+            item.get("call_id") or item.get("tool_call_id"),
+            _text(item.get("output") or item.get("content")),
+        )
+    elif item.get("role"):
+        role = "system" if item["role"] == "developer" else item["role"]
+        if (text := _text(item.get("content"))) or role != "assistant":
+            yield role, text
+        for call in item.get("tool_calls") or ():
+            yield "call", call.get("id")
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content)
+    return str(content or "")
