@@ -462,22 +462,6 @@ class JobComparison(BaseModel):
     config: list[ChangedField]
 
 
-class SweptJob(BaseModel):
-    """A job of a sweep."""
-
-    settings: dict[str, Any]
-    job_id: str
-    job_status: str | None = None
-    stopped: str | None = None
-    """The reason for which the sweep has stopped it."""
-    reward: float | None = None
-    """At the end: its mean over the rows that are graded in all jobs that succeeded."""
-    difference: float | None = None
-    """Of the best job minus this one; None of the best one."""
-    low: float | None = None
-    """Lower 95 % bound of the difference, for all pairs of jobs at once."""
-
-
 class StepUse(BaseModel):
     """The ledger of one step. Buckets without an amount are absent."""
 
@@ -501,6 +485,22 @@ class JobLedger(BaseModel):
     """Of waiting for other jobs on the same device: in no bucket, as in `gpu_seconds`."""
     buckets: list[LedgerBucket]
     steps: list[StepUse]
+
+
+class SweptJob(BaseModel):
+    """A job of a sweep."""
+
+    settings: dict[str, Any]
+    job_id: str
+    job_status: str | None = None
+    stopped: str | None = None
+    """The reason for which the sweep has stopped it."""
+    reward: float | None = None
+    """At the end: its mean over the rows that are graded in all jobs that succeeded."""
+    difference: float | None = None
+    """Of the best job minus this one; None of the best one."""
+    low: float | None = None
+    """Lower 95 % bound of the difference, for all pairs of jobs at once."""
 
 
 class StageError(BaseModel):
