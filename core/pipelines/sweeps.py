@@ -175,7 +175,8 @@ def conclusion(settings_J: Sequence[Mapping[str, Any]], ranks_J: Sequence[Rank])
     ]
     if not close:
         return f"{name} is better than every other one."
-    return f"{name} has the highest mean; no difference beyond chance to {'; '.join(close)}."
+    others = " and ".join(close)
+    return f"No difference beyond chance between {name} and {others}: the model is that of {name}."
 
 
 def _differences(first_N: Scores, second_N: Scores) -> list[float]:

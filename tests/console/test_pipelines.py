@@ -60,6 +60,40 @@ def test_a_pipeline_is_followed_to_its_end(
     assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
 
 
+def test_a_sweep_shows_its_jobs_with_their_settings_and_its_conclusion(
+    logged_in: Page, server: Server, accessible: Accessible
+) -> None:
+    client = server.client()
+    rows = jsonl([{"messages": [{"role": "user", "content": f"say {word}"}]} for word in ("red", "blue")])
+    file = client.files.create(file=("rows.jsonl", rows), purpose="fine-tune").id
+    grader = {"type": "string_check", "name": "red", "input": "{{sample.output_text}}", "reference": "red"}
+    asked = {
+        "n_epochs": 1,
+        "batch_size": 2,
+        "advanced": {"sampling": {"group_size": 2, "max_completion_tokens": 4}},
+    }
+    reinforcement = {"grader": grader | {"operation": "like"}, "hyperparameters": asked}
+    job = {
+        "model": "tiny",
+        "training_file": file,
+        "validation_file": file,
+        "method": {"type": "reinforcement", "reinforcement": reinforcement},
+    }
+    stage = {"name": "seeds", "sweep": {"job": job, "over": {"seed": [1, 2]}}}
+    made: Any = client.post("/regraft/pipelines", body={"name": "sweep", "stages": [stage]}, cast_to=object)
+
+    logged_in.goto(f"/#/pipelines/{made['id']}")
+
+    jobs = logged_in.get_by_role("region", name="Jobs of seeds")
+    expect(jobs.get_by_role("row")).to_have_count(3)
+    expect(jobs.get_by_role("row").nth(2)).to_contain_text("seed 2")
+    stages = logged_in.get_by_role("region", name="Stages", exact=True)
+    expect(stages).to_contain_text("No difference beyond chance between seed")
+    expect(stages.get_by_role("link", name="ft:tiny")).to_be_visible()
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+
+
 def test_a_failed_pipeline_says_why_and_is_retried_and_cloned(logged_in: Page, server: Server) -> None:
     pipeline = create(server, "too few", rows=3)
     logged_in.goto(f"/#/pipelines/{pipeline}")

@@ -130,7 +130,7 @@ def test_the_best_job_is_named_with_those_that_do_not_differ_from_it() -> None:
     assert [rank.is_worse for rank in ranks] == [False, False, True]
     assert sweeps.best_of(ranks) == 1
     assert sweeps.conclusion(settings, ranks) == (
-        "seed 2 has the highest mean; no difference beyond chance to seed 1."
+        "No difference beyond chance between seed 2 and seed 1: the model is that of seed 2."
     )
     assert sweeps.conclusion(settings[1:], ranks[1:]) == "seed 2 is better than every other one."
 
@@ -147,7 +147,7 @@ def test_equal_jobs_are_no_difference_and_the_first_is_taken() -> None:
 
     assert sweeps.best_of(ranks) == 0
     assert sweeps.conclusion([{"seed": 1}, {"seed": 2}], ranks) == (
-        "seed 1 has the highest mean; no difference beyond chance to seed 2."
+        "No difference beyond chance between seed 1 and seed 2: the model is that of seed 1."
     )
 
 
