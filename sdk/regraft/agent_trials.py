@@ -164,7 +164,8 @@ def forwarded(client: Regraft, talk: _Talk, route: str, body: bytes, model: str)
         talk.add(request, answer.json())
         return _of(answer)
     events = list(events_of(answer.text))
-    talk.add(request, whole_of(events))
+    if not any(event.get("error") for event in events):
+        talk.add(request, whole_of(events))
     if counts_stream and not has_usage:
         content = "".join(f"data: {json.dumps(one)}\n\n" for one in events if one.get("choices") != [])
         return 200, "text/event-stream", f"{content}data: [DONE]\n\n".encode()

@@ -1,7 +1,12 @@
 """The Responses API in an episode, through OpenAI's client, a live API and the server of a run: as Chat Completions."""
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,11 +22,13 @@ from tests import factories
 from tests.api.conftest import GRADER, House
 from tests.api.test_chat import api_over
 from tests.api.test_chat import served as in_a_thread
+from tests.conformance.test_client_suite import run_pip
 from tests.worker.test_agent_episodes import ROW, Counted, game, shape
 from worker.rollout.agent_episodes import Board, Completed
 from worker.rollout.episode_server import listener, served, url_of
 from worker.types import Rollout
 
+ROOT = Path(__file__).parents[2]
 Agent = Callable[[OpenAI], Any]
 QUESTION: Any = {"role": "user", "content": "?"}
 CHAT_TOOLS: Any = ROW.item["tools"]
@@ -153,6 +160,37 @@ def test_what_an_episode_cannot_have_is_refused_by_its_name_in_this_api(
     played(house, agent, calls)
 
     assert calls.drawn == []
+
+
+PLAY = """
+import asyncio, sys
+from regraft.agents import Episode
+messages = [{"role": "user", "content": "?"}]
+episode = Episode("id", sys.argv[1], sys.argv[2], {"digit": "4"}, messages, [], "train", "trace", 9)
+print(asyncio.run(play(episode)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_the_agents_sdk_plays_as_the_page_shows(house: House, tmp_path: Path) -> None:
+    run_pip("install", "--target", str(tmp_path), "openai-agents==0.24.0")
+    page = (ROOT / "docs/howto/agents.md").read_text()
+    [shown] = [
+        block for block in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "import Agent" in block
+    ]
+    rewards: list[str] = []
+
+    def agent(client: OpenAI) -> None:
+        command = [sys.executable, "-c", shown + PLAY, str(client.base_url), client.api_key]
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'sdk'}"}
+        rewards.append(subprocess.check_output(command, env=environment, text=True))
+
+    rollout = played(house, agent, Counted(['lookup:{"drawer":2}', "4"]))
+
+    assert rewards == ["1.0\n"]
+    assert [(node.parent, node.answer.text) for node in rollout.nodes][-1] == (0, "4")
 
 
 def test_a_limit_of_the_episode_is_an_error_of_the_client(house: House) -> None:

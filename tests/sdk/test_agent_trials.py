@@ -33,6 +33,8 @@ class Service:
         async def chat(request: Request) -> Response:
             body = await request.json()
             self.asked.append(body)
+            if body.get("temperature") == 9 and body.get("stream"):
+                return Response('data: {"error": {"message": "too hot"}}\n\n', media_type="text/event-stream")
             if body.get("temperature") == 9:
                 return JSONResponse(
                     {"error": {"message": "too hot", "code": "c", "param": "temperature"}}, 400
@@ -155,8 +157,11 @@ def test_the_responses_api_is_counted_too(url: str, stream: bool) -> None:
 
 def test_an_error_of_the_service_reaches_the_agent_and_one_of_the_agent_the_trial(url: str) -> None:
     def play(episode: Episode) -> None:
+        create = episode.openai().chat.completions.create
         with pytest.raises(openai.BadRequestError, match="too hot"):
-            episode.openai().chat.completions.create(model="m", messages=[QUESTION], temperature=9)
+            create(model="m", messages=[QUESTION], temperature=9)
+        with pytest.raises(openai.APIError, match="too hot"):
+            list(create(model="m", messages=[QUESTION], temperature=9, stream=True))
         raise ValueError("no idea")
 
     trial = tried(url, play)
