@@ -30,6 +30,14 @@ def student(freedom: int, tail: float = 0.025) -> float:
 ALARM_LEVEL = 0.05  # the probability of a false alarm in a whole run, of one rule
 
 
+def fewest_values(looks: int) -> int:
+    """The fewest values of which `sequential_low` has a bound: log2(looks / ALARM_LEVEL).
+
+    A sign test of fewer could not reject either.
+    """
+    return max(2, math.ceil(math.log2(max(1, looks) / ALARM_LEVEL)))
+
+
 def sequential_low(values_N: Sequence[float], looks: int) -> float | None:
     """The lower bound of the mean that is too high with a probability of at most ALARM_LEVEL at any of `looks` looks.
 
@@ -37,14 +45,13 @@ def sequential_low(values_N: Sequence[float], looks: int) -> float | None:
     supposes that means are about normally distributed.
 
     Returns:
-        None: fewer than log2(looks / ALARM_LEVEL) values, of which a sign test could not reject either.
+        None: fewer than `fewest_values`.
     """
     number = len(values_N)
-    tail = ALARM_LEVEL / max(1, looks)
-    if number < max(2, math.ceil(-math.log2(tail))):
+    if number < fewest_values(looks):
         return None
     mean, error = _mean_and_error(values_N)
-    return mean - student(number - 1, tail) * error
+    return mean - student(number - 1, ALARM_LEVEL / max(1, looks)) * error
 
 
 def _mean_and_error(values_N: Sequence[float]) -> tuple[float, float]:

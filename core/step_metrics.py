@@ -269,6 +269,16 @@ class StepMetrics(_Part):
     repeated_tokens_share: float | None = metric(
         "Share of the runs of 4 tokens in an answer that occurred before in it.", csv=True
     )
+    same_answers_share: float | None = metric(
+        "Share of the pairs of answers to different prompts that are the same, apart from case and spaces; null with "
+        "fewer than 8 prompts.",
+        csv=True,
+    )
+    foreign_script_share: float | None = metric(
+        "Share of the answers in which a tenth of the letters is of scripts that neither the prompt nor the row has. "
+        "Latin letters are expected everywhere.",
+        csv=True,
+    )
     groups_ungraded_share: float | None = metric("Share of the groups with fewer than two graded answers.")
 
     loss: float | None = metric("Loss of the update, mean over the trained tokens.", csv=True)

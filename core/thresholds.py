@@ -38,6 +38,10 @@ class Thresholds(BaseModel):
     copied_prompt: float | None = Field(default=0.3, ge=0, le=1)
     # Repetition: the share of repeated runs of tokens has risen by this.
     repetition: float | None = Field(default=0.3, ge=0, le=1)
+    # Template collapse: the share of pairs of answers to different prompts that are the same has risen by this.
+    template_collapse: float | None = Field(default=0.8, ge=0, le=1)
+    # Language mix: the share of answers with scripts that are not expected has risen by this.
+    language_mix: float | None = Field(default=0.3, ge=0, le=1)
     # Validation falls: it is lower than its best by this, by more than chance, while training reward has risen.
     validation_fall: float | None = Field(default=0.0, ge=0)
     # Inert part: a part of the grader gave all answers of this many first steps the same score.

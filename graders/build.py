@@ -55,6 +55,7 @@ from graders.template import (
     unknown_choice,
 )
 from graders.types import Grader, Item, Sample
+from graders.weighted_sum import weights_of_parts
 
 Part = TypeVar("Part", bound=GraderSpec)
 
@@ -175,6 +176,22 @@ def judge_parts(
 ) -> Iterator[tuple[str, ScoreModelSpec | LabelModelSpec]]:
     """Yield the parts of the spec that prompt a judge model, each with its path."""
     return _parts_of_type(spec, param, ScoreModelSpec, LabelModelSpec)
+
+
+def is_judged(spec: GraderSpec) -> bool:
+    """Return whether judges grade, and no reward model, whose scores are not computed again."""
+    return any(judge_parts(spec)) and not any(reward_model_parts(spec))
+
+
+def alarms_of(spec: GraderSpec, *, has_shadow: bool) -> list[str]:
+    """Return the alarms (docs/howto/signal.md) that a job with this grader can raise, if it is large enough."""
+    allowed = {
+        "shadow_divergence": has_shadow,
+        "one_sided_gain": len(weights_of_parts(spec)) > 1,
+        "judge_drift": is_judged(spec),
+        "validation_falls": True,
+    }
+    return [name for name, is_allowed in allowed.items() if is_allowed]
 
 
 def calls_servers(spec: GraderSpec) -> bool:

@@ -19,6 +19,7 @@ from core.asgi import until_gone
 from core.database.tables import File, Preview, Project
 from core.errors import InvalidRequest
 from core.jobs import estimates, job_files, usage
+from core.jobs.alarm_sizes import too_small
 from core.jobs.budgets import Price
 from core.jobs.estimates import PastJobs
 from core.jobs.hyperparameters import Resolved
@@ -35,7 +36,7 @@ from core.storage.datasets import InvalidDataset
 from core.storage.offline_rows import MAX_ROWS
 from core.storage.splitting import validation_size
 from core.storage.store import BlobNotFound, BlobStore
-from graders.build import row_problems
+from graders.build import alarms_of, row_problems
 from graders.spec import GraderSpec
 
 router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
@@ -56,7 +57,11 @@ class JobSize(BaseModel):
     estimate: Annotated[dict[str, Any] | None, Field(description="In the shape of a job's estimate.")]
     reason: Annotated[str | None, Field(description="Reason for a missing estimate.")]
     warnings: Annotated[
-        list[str], Field(description="Accepted parameters without effect, as in the job's events.")
+        list[str],
+        Field(
+            description="Accepted parameters without effect, and alarms that cannot fire in a job of this size, as in "
+            "the job's events."
+        ),
     ]
 
 
@@ -240,6 +245,10 @@ def estimate_inputs(body: JobCreate, project: Project, service: Service) -> Esti
         valid_rows = validation_size(train_rows, body.validation_split, datasets.MAX_VALIDATION_ROWS)
         train_rows -= valid_rows
     hyperparameters = reinforcement.hyperparameters
+    template = hyperparameters.advanced.sampling.chat_template
+    reasons = is_reasoning(model, service.settings.model_cache, template)
+    settings = estimates.sizes(hyperparameters, rows=train_rows, context=model.context, reasons=reasons)
+    alarms = alarms_of(spec, has_shadow=reinforcement.shadow_grader is not None)
     return EstimateInputs(
         name=name,
         model=model,
@@ -248,17 +257,13 @@ def estimate_inputs(body: JobCreate, project: Project, service: Service) -> Esti
         training=training,
         train_rows=train_rows,
         valid_rows=valid_rows,
-        settings=estimates.sizes(
-            hyperparameters,
-            rows=train_rows,
-            context=model.context,
-            reasons=is_reasoning(
-                model, service.settings.model_cache, hyperparameters.advanced.sampling.chat_template
-            ),
-        ),
+        settings=settings,
         past=past,
         price=price,
-        warnings=hyperparameters.warnings,
+        warnings=[
+            *hyperparameters.warnings,
+            *too_small(settings, service.settings.warnings, alarms, valid_rows),
+        ],
         preview=preview_of(body, model, project, service),
     )
 

@@ -122,7 +122,9 @@ class Estimate(BaseModel):
     reason: str | None = None
     """Reason for a missing estimate."""
     warnings: list[str]
-    """Accepted parameters without effect, as in the job's events."""
+    """Accepted parameters without effect, and alarms that cannot fire in a job of this size, as in the
+    job's events.
+    """
     object: Literal["regraft.estimate"] = "regraft.estimate"
     preview: Previewed | None = None
     """The newest preview of this request."""
@@ -641,7 +643,9 @@ class PreviewReport(BaseModel):
     reason: str | None = None
     """Reason for a missing estimate."""
     warnings: list[str]
-    """Accepted parameters without effect, as in the job's events."""
+    """Accepted parameters without effect, and alarms that cannot fire in a job of this size, as in the
+    job's events.
+    """
     group_size: int
     max_completion_tokens: int
     prompts: list[ShownPrompt]
@@ -1268,6 +1272,14 @@ class StepMetrics(BaseModel):
     """
     repeated_tokens_share: float | None = None
     """Share of the runs of 4 tokens in an answer that occurred before in it."""
+    same_answers_share: float | None = None
+    """Share of the pairs of answers to different prompts that are the same, apart from case and spaces;
+    None with fewer than 8 prompts.
+    """
+    foreign_script_share: float | None = None
+    """Share of the answers in which a tenth of the letters is of scripts that neither the prompt nor the
+    row has. Latin letters are expected everywhere.
+    """
     groups_ungraded_share: float | None = None
     """Share of the groups with fewer than two graded answers."""
     loss: float | None = None

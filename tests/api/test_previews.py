@@ -425,6 +425,17 @@ def test_only_the_answers_that_are_graded_again_are_read(
 
 
 @STORED
+def test_an_estimate_names_the_alarms_that_cannot_fire(
+    house: House, inference: str, body: Callable[..., dict[str, Any]]
+) -> None:
+    often = {"n_epochs": 50, "batch_size": 1, "eval_interval": 1}
+
+    for web in opened(house, inference):
+        estimate = web.post("/regraft/estimate", json=body(hyperparameters=often)).json()
+
+    assert "validation_falls needs" in estimate["warnings"][-1]
+
+
 def test_a_job_and_an_estimate_show_the_preview_of_their_request(
     web: httpx.Client, body: Callable[..., dict[str, Any]]
 ) -> None:

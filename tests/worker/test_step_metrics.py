@@ -51,6 +51,7 @@ def test_every_metric_of_the_table_is_recorded_by_some_run(bench: Bench) -> None
         "sampling_gpus",  # of a job whose GPUs are split
         "learning_gpus",
         "waiting",  # of a job that shares its device
+        "same_answers_share",  # of a step with more prompts
         *of_episodes,
         *of_reasoning,
         *of_given_answers,

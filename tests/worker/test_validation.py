@@ -658,6 +658,24 @@ def test_a_model_above_8b_parameters_is_refused_before_all_its_weights_are_train
     assert job.error["message"].startswith("train 'full' is for models of at most 8B parameters")
 
 
+def test_a_job_that_is_too_small_for_an_alarm_is_queued_with_a_warning(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
+) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(QWEN3_14B))
+    file = tmp_path / "models.toml"
+    file.write_text(f'[models."{bench.job().model}"]\npath = "small"\ncontext = 8192\n')
+
+    job, _ = validate([GOOD], models_file=file)
+
+    assert job.status == "queued"
+    [warning] = bench.events("warn")
+    assert warning.startswith(
+        "The job is too small for some alarms, which cannot fire. validation_falls needs "
+    )
+    assert warning.endswith(" and there are 1.")
+
+
 def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
     bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:

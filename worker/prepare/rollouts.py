@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from graders.build import judge_parts, reward_model_parts
+from graders.build import is_judged, judge_parts
 from graders.spec import GraderSpec, LabelModelSpec, ScoreModelSpec, parts_of
 from graders.types import Grader
 from graders.weighted_sum import weights_of_parts
@@ -190,7 +190,7 @@ def shadow_of(plan: TrainingPlan, task: PromptTask) -> Shadow | None:
 
 def anchors_of(task: PromptTask, spec: GraderSpec | None, grader: Grader | None) -> JudgeAnchors | None:
     """None: no judge grades, or only with scores of reward models, which are not computed again."""
-    if spec is None or grader is None or not any(judge_parts(spec)) or any(reward_model_parts(spec)):
+    if spec is None or grader is None or not is_judged(spec):
         return None
     looks, parse_json = task.settings.validations, bool(task.response_schema)
     return JudgeAnchors(grader, looks, judged_range(spec), parse_json=parse_json)

@@ -1,7 +1,13 @@
 """Statistics of the answers of a step that do not depend on the grader alone. Pure functions, linear in its tokens."""
 
+import json
 import math
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import groupby
 from statistics import fmean
 
 from core.rewards import all_equal
@@ -10,6 +16,11 @@ from worker.types import Group, Rollout
 REPEATED = 4  # tokens of a run that occurs again in an answer
 COPIED = 6  # tokens of a run that an answer has from its prompt
 MOSTLY = 0.5  # an answer is copied if this share of its runs is in the prompt
+MIN_PROMPTS = (
+    8  # with fewer, answers to different prompts are the same by chance where few answers are possible
+)
+MIXED = 0.1  # of the letters of an answer are of a script that is not expected
+_WORDS = re.compile(r"[^\W\d_]{2,}")
 
 
 def of_answers(train_P: Sequence[Group]) -> dict[str, float]:
@@ -32,7 +43,67 @@ def of_answers(train_P: Sequence[Group]) -> dict[str, float]:
         data["copied_prompt_share"] = fmean(share >= MOSTLY for share in copied)
     if repeated:
         data["repeated_tokens_share"] = fmean(repeated)
+    if (same := same_answers_share(train_P)) is not None:
+        data["same_answers_share"] = same
+    if mixed := mixed_scripts(train_P):
+        data["foreign_script_share"] = fmean(mixed)
     return data
+
+
+def same_answers_share(groups_P: Sequence[Group]) -> float | None:
+    """The share of the pairs of answers to different prompts that are the same, apart from case and spaces.
+
+    Answers without text, such as calls of tools, do not count. None: fewer than MIN_PROMPTS prompts have answers.
+    """
+    by_prompt: dict[tuple[int, ...], Counter[str]] = {}
+    for group in groups_P:
+        texts = (" ".join(one.content.casefold().split()) for one in group.rollouts_G)
+        by_prompt.setdefault(tuple(group.prompt.ids), Counter()).update(filter(None, texts))
+    counts_P = [counts for counts in by_prompt.values() if counts]
+    if len(counts_P) < MIN_PROMPTS:
+        return None
+    everywhere = sum(counts_P, Counter[str]())
+    same = _pairs(everywhere.values()) - sum(_pairs(counts.values()) for counts in counts_P)
+    every = _pairs([everywhere.total()]) - sum(_pairs([counts.total()]) for counts in counts_P)
+    return same / every
+
+
+def _pairs(counts: Iterable[int]) -> int:
+    """The pairs within classes of these sizes."""
+    return sum(count * (count - 1) // 2 for count in counts)
+
+
+def mixed_scripts(groups_P: Sequence[Group]) -> list[bool]:
+    """Of each answer with words, whether a tenth of its letters is of scripts that neither its prompt nor its row has.
+
+    Latin letters are expected everywhere: code, names and formulas have them in texts of any language.
+    """
+    mixed = []
+    for group in groups_P:
+        item = json.dumps(group.prompt.item, ensure_ascii=False)
+        expected = {"LATIN"} | {_script(letter) for letter in set(item) if letter.isalpha()}
+        for one in group.rollouts_G:
+            if counts := script_counts(one.content):
+                foreign = sum(count for script, count in counts.items() if script not in expected)
+                mixed.append(foreign >= MIXED * counts.total())
+    return mixed
+
+
+def script_counts(text: str) -> Counter[str]:
+    """The letters of a text by script, without those that stand alone in theirs, such as symbols of a formula."""
+    counts: Counter[str] = Counter()
+    for word in _WORDS.findall(text):
+        for script, run in groupby(word, _script):
+            letters = sum(1 for _ in run)
+            counts[script] += letters if letters > 1 else 0
+    return +counts
+
+
+@cache
+def _script(letter: str) -> str:
+    """The first word of the letter's name in Unicode, such as CYRILLIC; the scripts of Japanese are CJK."""
+    script = unicodedata.name(letter, "?").partition(" ")[0]
+    return "CJK" if script in ("HIRAGANA", "KATAKANA") else script
 
 
 def _is_field(answer: Rollout, group: Group) -> bool:

@@ -107,6 +107,35 @@ def repetition(steps: Steps, bound: float) -> Found | None:
     )
 
 
+def template_collapse(steps: Steps, bound: float) -> Found | None:
+    """Answers to different prompts have become the same. Reads `same_answers_share`.
+
+    The lower bound of the rise is above `bound`: where few answers are possible, they are often the same by chance.
+    """
+    found = _of_metric(steps, "same_answers_share")
+    if found is None or found.low <= bound or _is_confirmed(steps):
+        return None
+    return (
+        f"Template collapse: {found.now:.0%} of the pairs of answers to different prompts are the same (mean of "
+        f"{RECENT} steps), after {found.before:.0%} in the first ones. Unless nearly all rows have one right answer, "
+        "the model no longer reads its prompts.",
+        {"same_answers_share": found.now, "first_same_answers_share": found.before, "low": found.low},
+    )
+
+
+def language_mix(steps: Steps, bound: float) -> Found | None:
+    """More answers than at the start mix in scripts of other languages. Reads `foreign_script_share`."""
+    found = _risen(steps, "foreign_script_share", bound)
+    if found is None:
+        return None
+    return (
+        f"Language mix: {found.now:.0%} of the answers have words in scripts that neither their prompt nor their row "
+        f"has (mean of {RECENT} steps), after {found.before:.0%} in the first ones. If no other language is wanted, "
+        "let the grader ask for that of the prompt.",
+        {"foreign_script_share": found.now, "first_foreign_script_share": found.before, "low": found.low},
+    )
+
+
 def length_reward(steps: Steps, bound: float) -> Found | None:
     """Answers grow, and among the answers to one prompt the longer ones score higher.
 

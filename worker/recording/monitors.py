@@ -395,6 +395,8 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "length_reward": (gaming.length_reward, "length_reward"),
     "copied_prompt": (gaming.copied_prompt, "copied_prompt"),
     "repetition": (gaming.repetition, "repetition"),
+    "template_collapse": (gaming.template_collapse, "template_collapse"),
+    "language_mix": (gaming.language_mix, "language_mix"),
     "judge_drift": (gaming.judge_drift, "judge_drift"),
     "validation_falls": (gaming.validation_falls, "validation_fall"),
     "shadow_divergence": (gaming.shadow_divergence, "shadow_divergence"),

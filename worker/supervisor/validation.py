@@ -16,8 +16,10 @@ from core.claims import Claim, LeaseLost
 from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle, resources, usage
+from core.jobs.alarm_sizes import too_small
 from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
+from core.jobs.hyperparameters import Resolved
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM
@@ -37,6 +39,7 @@ from graders.backends import Backends, InvalidBackends
 from graders.build import (
     EPISODE_FIELDS,
     NotConfigured,
+    alarms_of,
     environments_of,
     graders_of,
     reads_sample,
@@ -188,11 +191,13 @@ def _validate(
         return []
     except NotKnownYet as missing:
         return _wait_for_name(database, claim, missing, settings.patience_seconds)
-    estimate = _estimate(settings, database, job, len(checked.rows), len(checked.valid_rows))
+    sizes = _sizes(settings, job, len(checked.rows))
+    estimate = _estimate(settings, database, job, sizes, len(checked.rows), len(checked.valid_rows))
+    warnings = [*checked.warnings, *_too_small(settings, job, checked, sizes)]
     with lifecycle.fenced(database, claim) as (session, job):
         if estimate is not None:
             job.usage = {"estimate": estimate}
-        for warning in checked.warnings:
+        for warning in warnings:
             events.append(session, job.id, warning, level="warn")
         if checked.spec is not None and (environments := environments_of(checked.spec)):
             message = f"Python graders run in the environment {', '.join(environments)}"
@@ -445,20 +450,34 @@ def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> s
     )
 
 
+def _sizes(settings: Settings, job: Job, train_rows: int) -> Resolved | None:
+    """The job's hyperparameters for this number of training rows; None: its model is in no registry of this machine."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    if entry is None:
+        return None
+    asked = asked_of(job)
+    reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
+    return estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
+
+
+def _too_small(settings: Settings, job: Job, checked: CheckedJob, sizes: Resolved | None) -> list[str]:
+    """The warning that alarms cannot fire in a job of this size."""
+    if sizes is None or checked.spec is None:
+        return []
+    alarms = alarms_of(checked.spec, has_shadow=job.body.get("shadow_grader") is not None)
+    return too_small(sizes, settings.warnings, alarms, len(checked.valid_rows))
+
+
 def _estimate(
-    settings: Settings, database: Database, job: Job, train_rows: int, valid_rows: int
+    settings: Settings, database: Database, job: Job, sizes: Resolved | None, train_rows: int, valid_rows: int
 ) -> dict[str, Any] | None:
     """Estimate the job's cost from earlier jobs with its model; the run's own steps refine the estimate."""
-    entry = Registry.load(settings.models_file).models.get(job.model)
     with database.read() as session:
         chosen = resources.resources_of(settings, job.gpu_class, job.gpus, job.nodes)
         as_many = resources.with_as_many(settings, job.gpu_class, chosen)
         past = estimates.history(session, model=job.model, gpu_class=job.gpu_class, where=as_many)
-    if entry is None or past is None:
+    if sizes is None or past is None:
         return None
-    asked = asked_of(job)
-    reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
-    sizes = estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
     return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
 
 

@@ -1,0 +1,50 @@
+"""Find the alarms that a job is too small for, so that they can never fire (docs/howto/signal.md). Pure functions."""
+
+import math
+from collections.abc import Collection, Iterator
+
+from core.jobs.hyperparameters import Resolved
+from core.statistics import fewest_values
+from core.thresholds import Thresholds
+
+# Rules that compare the first 5 steps with the last 5 need as many (worker/recording/gaming.py).
+STEPS = 10
+# The threshold of each alarm.
+THRESHOLDS = {
+    "shadow_divergence": "shadow_divergence",
+    "one_sided_gain": "part_gain",
+    "judge_drift": "judge_drift",
+    "validation_falls": "validation_fall",
+}
+
+
+def too_small(
+    settings: Resolved, thresholds: Thresholds, alarms: Collection[str], valid_rows: int
+) -> list[str]:
+    """Return one warning that names the alarms that cannot fire in a job of this size, and the size that would do.
+
+    Args:
+        alarms: those that the job's graders allow (`alarms_of` of graders/build.py).
+
+    Returns:
+        Nothing if each of them can fire. Alarms that the operator has switched off do not count.
+    """
+    watched = [name for name in alarms if getattr(thresholds, THRESHOLDS[name]) is not None]
+    lacking = list(_lacking(settings, watched, valid_rows))
+    if not lacking:
+        return []
+    return [f"The job is too small for some alarms, which cannot fire. {'; '.join(lacking)}."]
+
+
+def _lacking(settings: Resolved, alarms: Collection[str], valid_rows: int) -> Iterator[str]:
+    looks = settings.validations
+    tests = {
+        "shadow_divergence": looks,
+        "judge_drift": 2 * looks,
+        "validation_falls": math.comb(looks + 1, 2),
+    }
+    for name in alarms:
+        if name in tests and valid_rows < (rows := fewest_values(tests[name])):
+            yield f"{name} needs {rows} validation rows with {looks} validations, and there are {valid_rows}"
+        elif name not in tests and settings.total_steps < STEPS:
+            yield f"{name} needs {STEPS} steps, and there are {settings.total_steps}"

@@ -1,0 +1,86 @@
+"""The warning about alarms that cannot fire in a job of this size."""
+
+import pytest
+
+from core.jobs import alarm_sizes
+from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
+from core.statistics import sequential_low
+from core.thresholds import Thresholds
+from graders.build import alarms_of
+from graders.spec import parse_grader
+from worker.history import RECENT
+from worker.recording import monitors
+from worker.recording.monitors import ALARMS
+
+EXACT = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+JUDGE = {
+    "type": "score_model",
+    "name": "judge",
+    "model": "m",
+    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+}
+BOTH = {
+    "type": "multi",
+    "name": "both",
+    "graders": {"exact": EXACT, "judge": JUDGE},
+    "calculate_output": "exact + judge",
+}
+
+
+def sized(rows: int, steps: int, eval_interval: int) -> Resolved:
+    asked = Hyperparameters.model_validate(
+        {"batch_size": rows, "n_epochs": 1, "eval_interval": eval_interval}
+    )
+    resolved = resolve(asked, rows=rows, parameters=1, context=128)
+    return resolved.model_copy(update={"total_steps": steps})
+
+
+def test_each_alarm_is_named_with_the_size_that_would_do() -> None:
+    alarms = alarms_of(parse_grader(BOTH), has_shadow=True)
+
+    [warning] = alarm_sizes.too_small(sized(8, 9, 1), Thresholds(), alarms, 4)
+
+    assert warning == (
+        "The job is too small for some alarms, which cannot fire. shadow_divergence needs 8 validation rows with 9 "
+        "validations, and there are 4; one_sided_gain needs 10 steps, and there are 9; judge_drift needs 9 validation "
+        "rows with 9 validations, and there are 4; validation_falls needs 10 validation rows with 9 validations, and "
+        "there are 4."
+    )
+
+
+def test_a_job_in_which_each_alarm_can_fire_has_no_warning() -> None:
+    alarms = alarms_of(parse_grader(BOTH), has_shadow=True)
+
+    assert alarm_sizes.too_small(sized(8, 10, 1), Thresholds(), alarms, 11) == []
+
+
+def test_alarms_that_the_graders_exclude_or_the_operator_has_switched_off_are_not_named() -> None:
+    assert alarms_of(parse_grader(EXACT), has_shadow=False) == ["validation_falls"]
+    off = Thresholds(validation_fall=None)
+
+    assert alarm_sizes.too_small(sized(8, 9, 1), off, ["validation_falls"], 4) == []
+
+
+@pytest.mark.parametrize("steps", [1, 4, 10, 100])
+def test_the_rows_that_would_do_are_those_of_which_there_is_a_bound(steps: int) -> None:
+    run = sized(8, steps, 1)
+    least = next(
+        rows
+        for rows in range(64)
+        if not alarm_sizes.too_small(run, Thresholds(), ["shadow_divergence"], rows)
+    )
+
+    assert sequential_low([1.0] * (least - 1), run.validations) is None
+    assert sequential_low([1.0] * least, run.validations) == 1.0
+
+
+def test_the_steps_are_two_windows_of_the_rules() -> None:
+    assert alarm_sizes.STEPS == 2 * RECENT
+    assert set(alarm_sizes.THRESHOLDS) == set(ALARMS)
+    assert all(monitors.RULES[rule][1] == name for rule, name in alarm_sizes.THRESHOLDS.items())
