@@ -26,6 +26,7 @@ import schemas
 import sync_client
 from pydantic.fields import FieldInfo
 from regraft.cli import parser as client_cli
+from regraft.mcp.tools import READ, WRITE, Argument
 
 from api.http.openapi import REFUSALS
 from core import errors, hardware, settings, step_metrics
@@ -78,6 +79,7 @@ def generated() -> dict[Path, str]:
         "reference/events.md": events_page(),
         "reference/errors.md": errors_page(),
         "reference/cli.md": cli_page(),
+        "reference/tools.md": tools_page(),
         "reference/api.md": api_page(document),
         "reference/chart.md": chart_page(),
         "reference/memory.md": memory_page(),
@@ -867,6 +869,31 @@ def cli_page() -> Page:
         lines += [f"## {built.prog}", "", cell(built.description or ""), ""]
         lines += commands(built, built.prog)
     return lines
+
+
+def tools_page() -> Page:
+    lines = head(
+        "Tools for coding agents",
+        "Tools of `regraft mcp` ([guide](../howto/coding-agents.md)). Arguments in bold are required.",
+    )
+    for title, tools in (("Without --write", READ), ("With --write", WRITE)):
+        lines += [f"## {title}", ""]
+        for tool in tools:
+            lines += [f"### {tool.name}", "", cell(tool.description), ""]
+            if tool.arguments:
+                lines += ["| argument | |", "|---|---|", *map(argument_row, tool.arguments.items()), ""]
+    return lines
+
+
+def argument_row(argument: tuple[str, Argument]) -> str:
+    name, given = argument
+    schema = given.schema
+    text = schema["description"]
+    if "enum" in schema:
+        text += f" One of {', '.join(code(value) for value in schema['enum'])}."
+    if "default" in schema:
+        text += f" Default: {json.dumps(schema['default'])}."
+    return f"| {'**' * given.required}{code(name)}{'**' * given.required} | {cell(text)} |"
 
 
 def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:

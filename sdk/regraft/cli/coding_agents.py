@@ -1,8 +1,10 @@
-"""The command that serves tools to coding agents."""
+"""The commands for coding agents: a server of tools, and a skill."""
 
 import argparse
 from pathlib import Path
 
+from regraft import skill
+from regraft.cli.output import answer
 from regraft.cli.shared import DONE, Refused
 from regraft.mcp.workspace import Root
 
@@ -26,6 +28,11 @@ def mcp(arguments: argparse.Namespace) -> int:
         raise Refused(f"--http: {wrong}") from wrong
     server.serve_http(host, port, _root(arguments.root), writes=arguments.write)
     return DONE
+
+
+def skill_install(arguments: argparse.Namespace) -> int:
+    path = skill.install(arguments.dir or Path(".claude/skills"))
+    return answer(arguments, {"path": str(path)}, lambda: f"Wrote {path}")
 
 
 def _root(folder: Path) -> Root:

@@ -689,9 +689,20 @@ MCP = Command(
     example="regraft mcp --root . --write",
 )
 
+SKILL = Group(
+    "skill",
+    "teach a coding agent to use these commands",
+    Command(
+        "install",
+        "write SKILL.md, from rows to a promoted model, into a folder of skills",
+        arg("--dir", "DIR", "folder of skills (default: .claude/skills)"),
+        example="regraft skill install --dir ~/.claude/skills",
+    ),
+)
+
 TABLE = (
     LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE,
-    WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE, MCP,
+    WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE, MCP, SKILL,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
+from mcp.server.transport_security import TransportSecuritySettings
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -134,23 +135,27 @@ def serve_http(host: str, port: int, root: Root, *, writes: bool) -> None:
         NotConfigured: no server is configured.
     """
     client = AsyncRegraft(api_key="each request has one")
-    uvicorn.run(http_app(client, host, root, writes=writes), host=host, port=port, log_level="warning")
+    uvicorn.run(http_app(client, root, writes=writes), host=host, port=port, log_level="warning")
 
 
-def http_app(client: AsyncRegraft, host: str, root: Root, *, writes: bool) -> ASGIApp:
+def http_app(client: AsyncRegraft, root: Root, *, writes: bool) -> ASGIApp:
     def workspace_of(context: Context) -> Workspace:
         assert context.request is not None, "requests over HTTP have their own"
         return Workspace(client.with_options(api_key=key_of(context.request.headers)), root)
 
+    # Pages of other sites, which a check of the host name would stop, have no key; proxies have other names.
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     # Stateless: a session of one key cannot be continued with another.
-    app = build(workspace_of, writes=writes).streamable_http_app(host=host, stateless_http=True)
+    app = build(workspace_of, writes=writes).streamable_http_app(
+        stateless_http=True, transport_security=security
+    )
     return RequireKey(app, client)
 
 
 def key_of(headers: Mapping[str, str]) -> str:
     """The API key of a request, or an empty text."""
     kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+    return key.strip() if kind.lower() == "bearer" and key.isascii() else ""
 
 
 class RequireKey:
