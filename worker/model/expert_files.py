@@ -223,9 +223,9 @@ def _sources(mapping: Sequence[Any], projection: str) -> list[str]:
     return []
 
 
-def _renames_blocks(one: Any) -> bool:
+def _renames_blocks(conversion: Any) -> bool:
     """Whether the files of the model have another name for the block that the experts are in."""
-    return isinstance(one, WeightRenaming) and one.source_patterns[0] == ".block_sparse_moe."
+    return isinstance(conversion, WeightRenaming) and conversion.source_patterns[0] == ".block_sparse_moe."
 
 
 def rewrite(folder: Path, layout: PerExpert, rank: int) -> None:

@@ -713,7 +713,7 @@ class Policy:
         return fitted
 
     def _rescaled(self, name: str, rank: int, alpha: float) -> float:
-        """What the B of an adapter of another job is multiplied with, for the same product at the scale of this job."""
+        """The factor for a B of another job's adapter, so that its product is the same at the scale of this job."""
         config = self.model.peft_config["default"]
         own = config.r
         if experts.is_of_experts(name):
