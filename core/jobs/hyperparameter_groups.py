@@ -474,17 +474,19 @@ class Optimizer(AnyOptimizer):
 
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$")]
 LoraTargets = (
-    Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=100)]
+    Literal["all-linear", "attention", "experts"]
+    | Annotated[list[ModuleName], Field(min_length=1, max_length=100)]
 )
 
 
 class Lora(Value):
-    """The adapter, on linear layers but the head."""
+    """The adapter, on linear layers but the head, or on the experts of a mixture."""
 
     rank: int = Field(default=16, ge=1, le=256)
     alpha: int = Field(default=32, ge=1, le=1024)
-    # The layers that get one: "all-linear", "attention" (those that mix tokens), or names such as ["q_proj", "v_proj"],
-    # each the end of the names of some layers. Auto: "all-linear".
+    # The layers that get one: "all-linear", "attention" (those that mix tokens), "experts" (the routed experts of a
+    # mixture, of the rank divided by the experts of a token), or a list of these two and of names such as "q_proj",
+    # each the end of the names of some layers. Auto: "all-linear", which leaves out experts.
     targets: Auto | LoraTargets = "auto"
 
     @property

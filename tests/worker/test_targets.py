@@ -149,7 +149,9 @@ class TestRefused:
             ("Llama 2, 3", "mlp", "'mlp' is no linear layer"),
             ("Llama 2, 3", "embed_tokens", "'embed_tokens' is no linear layer"),
             ("Qwen 3 MoE", "gate", "'gate' chooses experts"),
-            ("Qwen 3 MoE", "down_proj", "'down_proj' is no linear layer: the fused weights of experts"),
+            ("Qwen 3 MoE", "down_proj", "'down_proj' is no linear layer: .*the fused weights of experts"),
+            ("Llama 2, 3", "experts", "'experts' names nothing: the model is not a mixture"),
+            ("Llama 4", "experts", "'experts' names experts that are not computed through transformers' interface"),
             ("Mamba 2", "out_proj", "'out_proj' is read by the kernels of state spaces"),
         ],
     )  # fmt: skip

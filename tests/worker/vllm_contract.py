@@ -27,6 +27,9 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.model_executor.models.mixtral import MixtralForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -44,7 +47,9 @@ from worker.engine.options import (
     server_options,
 )
 from worker.engine.protocol import AnswerRequest, GroupRequest
+from worker.model import experts
 from worker.model.engine_sizes import RANKS, EngineSizes
+from worker.model.expert_files import FUSED_IN_VLLM, PerExpert
 
 TAKES = {
     LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
@@ -135,9 +140,33 @@ def changed() -> Iterator[str]:
         yield "workers allocate slots for embeddings, head and experts"
     if unquantized._trtllm_bf16_lora_supported is not worker_class.experts_without_adapters:
         yield "workers may choose a kernel that fails for experts without slots"
+    yield from changed_for_experts()
     gap = difference_of_the_linears()
     if gap > 1e-5:
         yield f"one_adapter_linear differs from PunicaWrapperCPU.add_lora_linear by {gap}"
+
+
+def changed_for_experts() -> Iterator[str]:
+    """What vLLM no longer reads as worker/model/expert_files.py writes it."""
+    classes = {
+        "gpt_oss": GptOssForCausalLM,
+        "qwen3_moe": Qwen3MoeForCausalLM,
+        "mixtral": MixtralForCausalLM,
+    }
+    for model_type, of_vllm in classes.items():
+        if of_vllm.is_3d_moe_weight != (model_type in FUSED_IN_VLLM):
+            yield f"the adapters of experts of {model_type} have another layout"
+    layout = PerExpert("gate_proj", "up_proj", "down_proj", 2, "", "")
+    config = {"r": 8, "lora_alpha": 16, "target_modules": []}
+    name = "model.layers.0.mlp.experts"
+    for ranks, layer in (
+        (layout.ranks(2), f"{name}.1.up_proj"),
+        (experts.rank_pattern(2), f"{name}.base_layer"),
+        (experts.rank_pattern(2), name),
+    ):
+        found = PEFTHelper.from_dict(config | {"rank_pattern": ranks}).get_rank_and_scaling(layer)
+        if found != (2, 8.0):
+            yield f"the rank and the scale of {layer} are {found}"
 
 
 def difference_of_the_linears() -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from peft import set_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -402,14 +403,36 @@ def _refuse_lossy_adapter(policy: Policy, config: Any) -> None:
     It applies transformers' renaming of checkpoints to the adapter's names, and drops without a word what then has no
     place (Laguna's shared experts: 0.25 nats a token between the trained model and the exported one).
     """
-    saved = {name: tensor + 1 for name, tensor in policy.adapter().items()}
-    set_peft_model_state_dict(policy.model, dict(saved))
-    lost = [name for name, tensor in policy.adapter().items() if not torch.equal(tensor, saved[name])]
+    # Each with another number, so that nothing that was exchanged or taken for equal goes unseen.
+    saved = {name: tensor + number for number, (name, tensor) in enumerate(policy.adapter().items(), start=1)}
+    expected = policy.in_peft(saved)
+    loaded = _loaded_by_peft(policy, saved)
+    lost = [
+        name
+        for name, tensor in expected.items()
+        if name not in loaded or not torch.equal(loaded[name], tensor)
+    ]
     if lost:
         raise UnsupportedModel(
-            f"{architecture(config)} is not supported: PEFT loses {len(lost)} of the adapter's {len(saved)} tensors "
-            f"when it loads them, the first being {lost[0]}."
+            f"{architecture(config)} is not supported: PEFT loses {len(lost)} of the adapter's {len(expected)} "
+            f"tensors when it loads them, the first being {lost[0]}."
         )
+
+
+def _loaded_by_peft(policy: Policy, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors of an adapter's file as PEFT's model has them after loading.
+
+    With adapters on experts, only the conversion that its loader makes: its result may have twice the rank of the
+    policy's, which changes nothing in what it computes (worker/model/expert_files.py).
+    """
+    if policy.expert_rank:
+        config = policy.model.peft_config["default"]
+        converted: Mapping[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(
+            policy.model, config, dict(saved)
+        )
+        return converted
+    set_peft_model_state_dict(policy.model, dict(saved))
+    return policy.adapter()
 
 
 @contextmanager

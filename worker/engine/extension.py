@@ -42,6 +42,7 @@ class SamplingWorker:
 
 def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
     """The adapter tensors for which vLLM's model has no layer. It would ignore them. Runs in vLLM's worker."""
+    from vllm.lora.layers import FusedMoE3DWithLoRA
     from vllm.lora.layers import MergedColumnParallelLinearVariableSliceWithLoRA as AnySlices
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -50,6 +51,12 @@ def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
     mapper = mapper.get_rename_mapper() if mapper is not None else None
     whole = {name for name, layer in manager.modules.items() if isinstance(layer, AnySlices)}
     layers = adaptable(manager.modules, manager.packed_modules, whole)
+    # These have PEFT's two pairs for all experts: that of down_proj and, under this name, that of gate_up_proj.
+    layers |= {
+        f"{name}.base_layer"
+        for name, layer in manager.modules.items()
+        if isinstance(layer, FusedMoE3DWithLoRA)
+    }
     return [name for name in tensors if parse_fine_tuned_lora_name(name, mapper)[0] not in layers]
 
 
@@ -57,12 +64,25 @@ def linear_layers(model: Any) -> list[str]:
     """Return the last parts of the names of the layers that vLLM allocates adapter slots for.
 
     In place of vLLM's own function, which adds the embeddings, the head and the experts of mixtures. No adapter of ours
-    has these: a slot for the experts of 30B-A3B would be 62 times as large as one for its linear layers.
+    has the first two, and few have experts: a slot for those of 30B-A3B would be 62 times as large as one for its
+    linear layers.
     """
     from vllm.model_executor.layers.linear import LinearBase
 
+    return _named_last(model, LinearBase)
+
+
+def linear_layers_and_experts(model: Any) -> list[str]:
+    """As `linear_layers`, with the experts of mixtures: of an engine whose adapters are on experts."""
+    from vllm.model_executor.layers.fused_moe import MoERunner
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return _named_last(model, (LinearBase, MoERunner))
+
+
+def _named_last(model: Any, kinds: Any) -> list[str]:
     modules = model.named_modules()
-    return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, LinearBase)})
+    return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, kinds)})
 
 
 def adaptable(
@@ -90,7 +110,12 @@ def put_adapter(worker: Any, adapter: AdapterBytes) -> None:
 
     lora = worker.model_runner.lora_manager
     manager = lora._adapter_manager
-    config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": list(adapter.modules)}
+    config = {
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.modules),
+        "rank_pattern": adapter.ranks,
+    }
     peft = PEFTHelper.from_dict(config)
     peft.validate_legal(lora.lora_config)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)

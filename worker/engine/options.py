@@ -30,6 +30,7 @@ class EngineConfig:
     gpus: tuple[str, ...] = ()  # their GPUs, as in CUDA_VISIBLE_DEVICES; () leaves it as it is
     sleeps: bool = False  # between sampling; a CPU has no memory to release
     continues: bool = False  # answers in flight may continue with another adapter
+    experts: bool = False  # the adapter is on experts, too
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
@@ -99,11 +100,16 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "structured_outputs_config": {"backend": "guidance"},
         "enable_flashinfer_autotune": False,  # it would tune, and compile, whenever an engine starts
         "disable_log_stats": True,
-        "worker_extension_cls": "worker.engine.worker_class.SamplingWorker",
+        "worker_extension_cls": f"worker.engine.{_worker_module(config)}.SamplingWorker",
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
         **(_cpu_options(config) if config.device == "cpu" else _gpu_options(config)),
     }
+
+
+def _worker_module(config: EngineConfig) -> str:
+    """The module of our methods for vLLM's workers: without experts, vLLM allocates no slots for these."""
+    return "worker_class_with_experts" if config.experts else "worker_class"
 
 
 def _adapter_options(config: EngineConfig) -> dict[str, Any]:

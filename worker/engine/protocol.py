@@ -60,6 +60,8 @@ class AdapterBytes(msgspec.Struct, frozen=True):
     rank: int
     alpha: float
     modules: tuple[str, ...]
+    # PEFT's `rank_pattern`: ranks of layers that have another one, by the ends of their names as expressions.
+    ranks: dict[str, int] = {}
 
 
 class AdapterRequest(msgspec.Struct, frozen=True):

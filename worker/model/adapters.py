@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.jobs.hyperparameter_groups import LoraTargets
+from worker.model import experts
 from worker.model.architecture import has_experts
 from worker.model.packed import PackedLinear
 from worker.model.targets import Kind, LinearLayer, chosen, has_suffix, kind_of
@@ -27,7 +29,7 @@ PROBE_TOKENS = 64
 
 
 def adapter_targets(model: PreTrainedModel, targets: LoraTargets = "all-linear") -> str | list[str]:
-    """The layers that get an adapter, as PEFT takes them.
+    """The linear layers that get an adapter, as PEFT takes them; `expert_targets` has those of experts.
 
     At most the linear layers that text has a gradient through, but the head and what routes. So the vision tower of a
     multimodal model has none, nor has what chooses the keys of sparse attention. PEFT's own "all-linear" is the same
@@ -35,10 +37,11 @@ def adapter_targets(model: PreTrainedModel, targets: LoraTargets = "all-linear")
     router, or the attention alone, by the model's type.
 
     Raises:
-        UnsupportedModel: there are none.
+        UnsupportedModel: the model has none that could have one.
         InvalidTargets: `targets` names layers that do not exist, or that cannot have an adapter.
     """
-    candidates = adaptable_layers(model)
+    adaptable = adaptable_layers(model)
+    candidates = [layer for layer in adaptable if not layer.experts]
     learning = set(with_gradient(model, [layer.name for layer in candidates]))
     layers = [layer for layer in candidates if layer.name in learning]
     if not layers:
@@ -49,23 +52,37 @@ def adapter_targets(model: PreTrainedModel, targets: LoraTargets = "all-linear")
         return "all-linear"
     if left_out := len(candidates) - len(layers):
         log.info("%d linear layers get no adapter: no gradient of text passes through them", left_out)
-    _refuse_absent(model, layers, targets)
+    _refuse_absent(model, [layer for layer in adaptable if layer.experts or layer in layers], targets)
     names = [layer.name for layer in chosen(layers, targets)]
     return names if has_experts(model.config) else _shortened(model, names)
 
 
+def expert_targets(model: PreTrainedModel, targets: LoraTargets) -> list[LinearLayer]:
+    """The experts that get an adapter: one entry for each layer of a mixture."""
+    return [layer for layer in chosen(adaptable_layers(model), targets) if layer.experts]
+
+
 def adaptable_layers(model: PreTrainedModel) -> list[LinearLayer]:
-    """The linear layers in the order of names.
+    """The layers that can have an adapter in the order of names: linear layers and the experts of mixtures.
 
     Not among them: the head, what routes, what a kernel reads past an adapter, and what PEFT takes for experts.
     """
-    experts = _taken_for_experts(model)
-    return [
+    taken = _taken_for_experts(model)
+    linear = [
         LinearLayer(name, _kind(model, name), module.in_features + module.out_features)
-        for name, module in sorted(_linear(model).items())
+        for name, module in _linear(model).items()
         if not _routes(name)
         and not _fused_with_state_space(model, name)
-        and name.rpartition(".")[2] not in experts
+        and name.rpartition(".")[2] not in taken
+    ]
+    return sorted([*linear, *_expert_layers(model)], key=attrgetter("name"))
+
+
+def _expert_layers(model: PreTrainedModel) -> list[LinearLayer]:
+    active = experts.active_experts(model.config)
+    return [
+        LinearLayer(name, "experts", experts.width(module), len(module.gate_up_proj), active)
+        for name, module in experts.adaptable_experts(model).items()
     ]
 
 
@@ -93,10 +110,7 @@ def _is_translated(model: PreTrainedModel, name: str) -> bool:
 
 
 def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The weights of all experts of a layer in one tensor [experts, ...], by name: what has no adapter.
-
-    docs/howto/models.md has the reason.
-    """
+    """The weights of all experts of a layer in one tensor [experts, ...], by name."""
     if not has_experts(model.config):
         return {}
     return {
@@ -134,9 +148,9 @@ def _shortened(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 def _refuse_absent(model: PreTrainedModel, layers: Sequence[LinearLayer], targets: LoraTargets) -> None:
     """Raise InvalidTargets unless each of the targets names at least one of the layers."""
-    wanted = ["attention"] if targets == "attention" else [] if targets == "all-linear" else targets
+    wanted = [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
     for target in wanted:
-        if not chosen(layers, "attention" if targets == "attention" else [target]):
+        if not chosen(layers, [target]):
             names = sorted({layer.name.rpartition(".")[2] for layer in layers})
             raise InvalidTargets(
                 f"lora.targets: {target!r} {_reason(model, target)}. These layers of {type(model).__name__} can have "
@@ -148,6 +162,10 @@ def _reason(model: PreTrainedModel, target: str) -> str:
     """Return the reason for which these layers cannot have an adapter, as the rest of a sentence."""
     if target == "attention":
         return "names no linear layer in a module that is known as attention"
+    if target == "experts":
+        if has_experts(model.config):
+            return "names experts that are not computed through transformers' interface for experts"
+        return "names nothing: the model is not a mixture of experts"
     modules = [name for name, _ in model.named_modules() if has_suffix(name, target)]
     linear = [name for name in modules if name in _linear(model)]
     head = model.get_output_embeddings()
@@ -167,7 +185,10 @@ def _reason(model: PreTrainedModel, target: str) -> str:
         if parameter.dim() > 1 and has_suffix(name, target)
     ]
     if modules or weights:
-        return "is no linear layer: the fused weights of experts, embeddings, norms and whole blocks have no adapter"
+        return (
+            "is no linear layer: embeddings, norms and whole blocks have no adapter, and the fused weights of experts "
+            "have one as 'experts' only"
+        )
     return "names no layer"
 
 

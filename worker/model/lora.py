@@ -20,9 +20,11 @@ from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from worker.model import experts
 from worker.model.packed import PackedLinear
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -250,10 +252,11 @@ class _Adapted(torch.autograd.Function):
 
 
 def install(model: nn.Module) -> None:
-    """Replace the forward of every adapted linear layer of a PEFT model."""
+    """Replace the forward of every adapted layer of a PEFT model."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             _install(module)
+    experts.install(model)
 
 
 @contextmanager
@@ -262,7 +265,7 @@ def uninstalled(model: nn.Module) -> Iterator[None]:
     ours = {
         module: module.__dict__.pop("forward")
         for module in model.modules()
-        if isinstance(module, LoraLinear) and "forward" in module.__dict__
+        if isinstance(module, LoraLinear | ParamWrapper) and "forward" in module.__dict__
     }
     try:
         yield

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
@@ -17,8 +16,9 @@ class UnloadedPolicy(Policy):
 
     def adapter(self) -> dict[str, Tensor]:
         """Zeros in the shape of the adapter. A fresh one adds nothing, whatever its A is."""
-        tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        return {name: torch.zeros(tensor.shape, dtype=torch.float32) for name, tensor in tensors.items()}
+        tensors = self._parameters()
+        zeros = {name: torch.zeros(tensor.shape, dtype=torch.float32) for name, tensor in tensors.items()}
+        return self._to_file(zeros)
 
 
 def unloaded_policy(

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,8 +39,18 @@ from core.scratch import scratch_folder
 from core.special_tokens import Chat, Tools
 from core.storage.disk import NoRoom
 from core.template_facts import TemplateFacts
-from worker.model import attention, lora, memory, packed, quantized, reasoning, recompute
-from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
+from worker.model import (
+    attention,
+    expert_files,
+    experts,
+    lora,
+    memory,
+    packed,
+    quantized,
+    reasoning,
+    recompute,
+)
+from worker.model.adapters import adaptable_layers, adapter_targets, expert_targets, fused_experts
 from worker.model.architecture import refusing
 from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
@@ -104,7 +114,7 @@ class Coverage:
     """The layers of the model that have an adapter, by kind."""
 
     kinds: Sequence[KindCoverage]
-    experts: float = 0.0  # share of the base model's parameters in fused experts, which have no adapter
+    experts: float = 0.0  # share of the base model's parameters in fused experts that have no adapter
 
     @property
     def modules(self) -> int:
@@ -118,7 +128,8 @@ class Coverage:
     def __str__(self) -> str:
         kinds = ", ".join(f"{one.kind} {one.modules} layers, {one.share:.0%}" for one in self.kinds)
         left_out = f"; experts, {self.experts:.0%} of the parameters, have none" if self.experts else ""
-        return f"{self.modules} linear layers with {self.share:.0%} of the parameters ({kinds}{left_out})"
+        layers = "layers" if any(one.kind == "experts" for one in self.kinds) else "linear layers"
+        return f"{self.modules} {layers} with {self.share:.0%} of the parameters ({kinds}{left_out})"
 
     @property
     def sentence(self) -> str:
@@ -378,6 +389,9 @@ def convert_gguf(source: Path, cache: Path) -> Path:
 class Policy:
     """The base model with a trainable adapter, and the two halves of its forward pass."""
 
+    expert_rank = 0  # of the adapters on experts; 0: there are none
+    _layout: expert_files.PerExpert | None = None  # of the adapter's file; None: PEFT's own names
+
     def __init__(
         self, base: Base, *, rank: int, alpha: int, seed: int, targets: LoraTargets = "all-linear"
     ) -> None:
@@ -389,12 +403,21 @@ class Policy:
                 computed rightly is for `worker.checks.compatibility.probe` to say.
         """
         self._kinds = {layer.name: layer.kind for layer in adaptable_layers(base.model)}
+        self._experts = of_experts = expert_targets(base.model, targets)
+        # Experts have one rank: all layers of a mixture send a token to as many of them.
+        self.expert_rank = max((layer.rank(rank) for layer in of_experts), default=0)
+        self._layout = expert_files.layout_of(base.model) if of_experts else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(
                 r=rank,
                 lora_alpha=alpha,
                 target_modules=adapter_targets(base.model, targets),
+                target_parameters=[
+                    f"{layer.name}.{projection}" for layer in of_experts for projection in experts.PROJECTIONS
+                ]
+                or None,
+                rank_pattern=experts.rank_pattern(self.expert_rank),
                 task_type="CAUSAL_LM",
             )
             try:
@@ -484,20 +507,19 @@ class Policy:
     @property
     def coverage(self) -> Coverage:
         """The layers that are trained, without those that the sampler cannot adapt (`leave_out`)."""
-        left_out = {self.model.get_submodule(name) for name in self.left_out}
+        left_out = {self.model.get_submodule(name) for name in self._left_out_modules()}
         frozen = sum(
             parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad
         ) + packed.packed_elements(self.model)
         weights: dict[Kind, list[int]] = {kind: [] for kind in KINDS}
         for name, module in self.causal.named_modules():
-            if isinstance(module, LoraLayer) and module not in left_out:
-                layer = module.get_base_layer()
-                weights[self._kinds[name]].append(layer.in_features * layer.out_features)
+            if name in self._kinds and isinstance(module, LoraLayer) and module not in left_out:
+                weights[self._kinds[name]].append(_adapted_weights(module))
         kinds = [
             KindCoverage(kind, len(found), sum(found) / frozen) for kind, found in weights.items() if found
         ]
-        experts = sum(weight.numel() for weight in fused_experts(self.causal).values())
-        return Coverage(kinds, experts / frozen)
+        of_experts = sum(weight.numel() for weight in fused_experts(self.causal).values())
+        return Coverage(kinds, (of_experts - sum(weights["experts"])) / frozen)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -546,10 +568,14 @@ class Policy:
 
     def drop_left_out(self) -> None:
         """Drop the gradients of the layers that are left out."""
-        for name in self.left_out:
+        for name in self._left_out_modules():
             layer = self.model.get_submodule(name)
             for parameter in layer.parameters():
                 parameter.grad = None
+
+    def _left_out_modules(self) -> set[str]:
+        layout = self._layout
+        return {name if layout is None else layout.module_of(name) for name in self.left_out}
 
     def use(self, route: Route) -> None:
         """Compute from now on as `worker.checks.compatibility.probe` found to be right."""
@@ -658,23 +684,22 @@ class Policy:
             for parameter, weight in zip(computing, own, strict=True):
                 parameter.data = weight
 
-    def fitted(self, tensors: Mapping[str, Tensor], scale: float) -> list[Tensor]:
+    def fitted(self, tensors: Mapping[str, Tensor], *, rank: int, alpha: float) -> list[Tensor]:
         """The weights of another adapter on the same base, for `with_weights`: one tensor for each of `trainable`.
 
         Its rank may differ: the layers compute with any. Layers that it leaves out get none.
 
         Args:
             tensors: by the names of `adapter`.
-            scale: its alpha / rank.
+            rank, alpha: of its job.
 
         Raises:
             InvalidModel: it is on layers that have no adapter here.
         """
-        own = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        own = self._parameters()
+        tensors = self.in_peft(tensors)
         if missing := sorted(tensors.keys() - own.keys()):
             raise InvalidModel(f"has an adapter on layers where this job has none, such as {missing[0]}")
-        config = self.model.peft_config["default"]
-        rescaled = scale / (config.lora_alpha / config.r)
         fitted = []
         for (name, mine), parameter in zip(own.items(), self.trainable, strict=True):
             if mine.data_ptr() != parameter.data_ptr():
@@ -683,8 +708,17 @@ class Policy:
             if other is None:
                 fitted.append(torch.zeros_like(parameter))
             else:
-                fitted.append(other.to(parameter) * (rescaled if ".lora_B." in name else 1.0))
+                rescaled = self._rescaled(name, rank, alpha) if ".lora_B." in name else 1.0
+                fitted.append(other.to(parameter) * rescaled)
         return fitted
+
+    def _rescaled(self, name: str, rank: int, alpha: float) -> float:
+        """The factor for a B of another job's adapter, so that its product is the same at the scale of this job."""
+        config = self.model.peft_config["default"]
+        own = config.r
+        if experts.is_of_experts(name):
+            own, rank = self.expert_rank, self._experts[0].rank(rank)
+        return float((alpha / rank) / (config.lora_alpha / own))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return render(self.tokenizer, messages)
@@ -707,8 +741,32 @@ class Policy:
 
     def adapter(self) -> dict[str, Tensor]:
         """Copy the current adapter to main memory, under the names that `save` writes."""
-        tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        return self._to_file(
+            {
+                name: tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in self._parameters().items()
+            }
+        )
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """The adapter's own storage, by PEFT's names."""
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        return tensors
+
+    def _to_file(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert an adapter by PEFT's names to the layout of files."""
+        return tensors if self._layout is None else self._layout.to_file(tensors)
+
+    @property
+    def ranks_in_file(self) -> dict[str, int]:
+        """PEFT's `rank_pattern` for the tensors of `adapter`."""
+        if self._layout is None:
+            return experts.rank_pattern(self.expert_rank)
+        return self._layout.ranks(self.expert_rank)
+
+    def in_peft(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a file, or of `adapter`, by PEFT's names."""
+        return tensors if self._layout is None else self._layout.from_file(tensors)
 
     @contextmanager
     def with_adapter(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -721,13 +779,15 @@ class Policy:
             self._put(own)
 
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        storage = get_peft_model_state_dict(self.model, save_embedding_layers=False)  # the parameters' own
-        for name, tensor in storage.items():
+        tensors = self.in_peft(tensors)
+        for name, tensor in self._parameters().items():
             tensor.copy_(tensors[name])
 
     def save(self, folder: Path) -> None:
         """Write the adapter as PEFT does (adapter_model.safetensors and adapter_config.json), and its tokenizer."""
         self.model.save_pretrained(folder, save_embedding_layers=False)
+        if self._layout is not None:
+            expert_files.rewrite(folder, self._layout, self.expert_rank)
         (folder / "README.md").unlink(
             missing_ok=True
         )  # PEFT's empty model card; core/results/export.py writes one
@@ -739,10 +799,7 @@ class Policy:
         Raises:
             InvalidModel: its file is damaged, or it is an adapter on other layers or of another rank.
         """
-        own = get_peft_model_state_dict(
-            self.model, save_embedding_layers=False
-        )  # the parameters' own storage
-        self._copy(folder, own)
+        self._copy(folder, self._parameters())
 
     def load_frozen(self, folder: Path) -> None:
         """Load a saved adapter of the rank `frozen_rank` into the part that is not trained.
@@ -752,7 +809,12 @@ class Policy:
         Raises:
             InvalidModel: its file is damaged, or it is an adapter on other layers or of another rank.
         """
-        own = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        if self.expert_rank:
+            raise InvalidModel(
+                "An adapter on experts cannot be trained further with a larger rank. Leave out lora.rank, so that the "
+                "job has that of the model that it starts from."
+            )
+        own = self._parameters()
         self._copy(folder, {name: frozen_part(name, one, self.frozen_rank) for name, one in own.items()})
 
     def _copy(self, folder: Path, own: Mapping[str, Tensor]) -> None:
@@ -766,6 +828,7 @@ class Policy:
                 raise
             raise InvalidModel(f"The adapter cannot be read: {first_line(cause)}") from cause
         weights.pop(REWARD_HEAD, None)  # the adapter of a reward model is one like any other
+        weights = self.in_peft(weights)
         shapes = {name: tensor.shape for name, tensor in own.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != shapes:
             raise InvalidModel(
@@ -781,6 +844,14 @@ class Policy:
             return []
         named = [(name, of(one)) for name, one in self.model.named_parameters() if one.requires_grad]
         return [frozen_part(name, one, self.frozen_rank) for name, one in named if one is not None]
+
+
+def _adapted_weights(layer: LoraLayer) -> int:
+    """The weights of the base model that an adapter changes: those of a linear layer, or of all experts of a layer."""
+    base = layer.get_base_layer()
+    if isinstance(layer, ParamWrapper):
+        return sum(getattr(base, name).numel() for name in experts.wrappers_of(layer))
+    return int(base.in_features * base.out_features)
 
 
 def frozen_part(name: str, weight: Tensor, rank: int) -> Tensor:

@@ -468,6 +468,26 @@ def saved_bytes_per_token(shape: Shape, rank: int, *, full: bool = False) -> int
     return norms + each * (inputs + inner + attention + activated) + statistics
 
 
+@dataclass(frozen=True)
+class ExpertBytes:
+    """What autograd keeps of a layer for adapters on experts (worker/model/experts.py), beside what it keeps anyway."""
+
+    token: int = 0  # of each token
+    copies: int = 0  # of the adapter in the model's precision, with ranks filled up to rows of 16 bytes
+
+    @staticmethod
+    def of(shape: Shape, rank: int, targets: LoraTargets) -> "ExpertBytes":
+        """Args: `rank`: 0 if there is no adapter."""
+        layers = [layer for layer in chosen(shape.adaptable, targets) if layer.experts] if rank else []
+        if not layers:
+            return ExpertBytes()
+        layer = max(layers, key=lambda one: one.width)
+        filled = -(-layer.rank(rank) * shape.bytes_each // 16) * 16 // shape.bytes_each
+        # For each of its experts: its input, and what is between A and B of both projections, before and after scaling.
+        token = layer.active_experts * (shape.hidden + 4 * filled) * shape.bytes_each
+        return ExpertBytes(token, layer.width * filled * shape.bytes_each)
+
+
 def kernel_padding(shape: Shape, tokens: int) -> int:
     """Bytes of one layer that FlexAttention keeps beyond `saved_bytes_per_token`, which has keys of all query heads."""
     # Its output is by heads, so the adapter after it keeps a copy by tokens.
@@ -552,7 +572,8 @@ def estimate(
     """
     if full:
         rank = 0
-    layer = saved_bytes_per_token(shape, rank, full=full)
+    of_experts = ExpertBytes.of(shape, rank, targets)
+    layer = saved_bytes_per_token(shape, rank, full=full) + of_experts.token
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
     # Of the last norm, and of the head (worker/model/head.py): its input, or if it is frozen a gradient in float32.
     # A value head keeps its input in float32 (worker/model/value_head.py).
@@ -560,14 +581,6 @@ def estimate(
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
     padding = kernel_padding(shape, token_budget) * (1 if checkpointed else shape.layers)
-    square = token_budget**2
-    if machine.device == "cuda":
-        masks = square * shape.bytes_each  # one bias for all layers (worker/model/batch.py)
-    else:
-        # The bool mask, and the bias that SDPA makes of it in each layer and autograd keeps.
-        masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
-    if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
-        masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
     reordered = machine.reordered and not full  # weights that do not change
     weights = shape.weight_bytes + (2 * shape.plain_linear_bytes if reordered else 0)
     shard = None
@@ -583,12 +596,19 @@ def estimate(
         + (0 if full else undo),
         activations=token_budget * (kept + ends + gradients)
         + (padding if machine.device == "cuda" else 0)
-        + decoded_bytes(shape, reordered=reordered),
-        attention=masks,
+        + decoded_bytes(shape, reordered=reordered)
+        + of_experts.copies * (1 if checkpointed else shape.layers),
+        attention=_mask_bytes(shape, machine.device, token_budget, 1 if checkpointed else shape.layers),
         head=_head_bytes(shape, machine.device, full=full),
         cache=cache,
         margin=0,
-        slots=slot_bytes(shape, rank, slots=machine.copies - 1, tensor_parallel=machine.tensor_parallel),
+        slots=slot_bytes(
+            shape,
+            rank,
+            slots=machine.copies - 1,
+            tensor_parallel=machine.tensor_parallel,
+            targets=targets,
+        ),
         buffers=buffer_bytes(shape, engine, machine.tensor_parallel),
         tensor_parallel=machine.tensor_parallel,
         shard=shard,
@@ -598,6 +618,17 @@ def estimate(
         sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
+
+
+def _mask_bytes(shape: Shape, device: Device, token_budget: int, layers: int) -> int:
+    """Of what grows with the square of the tokens of a micro-batch. `layers`: that keep it until the backward pass."""
+    square = token_budget**2
+    # On a GPU one bias for all layers (worker/model/batch.py). On a CPU the bool mask, and the bias that SDPA makes of
+    # it in each layer and autograd keeps.
+    masks = square * (shape.bytes_each if device == "cuda" else 1 + 4 * layers)
+    if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
+        masks += 2 * 4 * square * shape.heads * layers
+    return masks
 
 
 def decoded_bytes(shape: Shape, *, reordered: bool) -> int:
@@ -630,23 +661,46 @@ def _margin(found: Estimate, machine: Machine) -> int:
 
 
 def adapter_parameters(shape: Shape, rank: int, targets: LoraTargets = "all-linear") -> int:
-    """Of an adapter on the chosen layers: a rank's row and column for each."""
-    return rank * sum(layer.width for layer in chosen(shape.adaptable, targets))
+    """Of an adapter on the chosen layers: a rank's row and column for each, and for each expert."""
+    if not rank:
+        return 0
+    return sum(layer.rank(rank) * layer.width for layer in chosen(shape.adaptable, targets))
 
 
-def slot_bytes(shape: Shape, rank: int, *, slots: int = 1, tensor_parallel: int = 1) -> int:
+def slot_bytes(
+    shape: Shape,
+    rank: int,
+    *,
+    slots: int = 1,
+    tensor_parallel: int = 1,
+    targets: LoraTargets = "all-linear",
+) -> int:
     """Bytes of an engine's buffers for adapters of up to this rank, on each of its GPUs. Rank 0: it has none.
 
-    They are for all linear layers, whatever layers a job chooses (worker/engine/extension.py). Of the two matrices of a
-    layer, vLLM divides the one on the side of heads or of the feed-forward layer's inside.
+    They are for all linear layers, whatever layers a job chooses, and for experts if it chooses these
+    (worker/engine/extension.py). Of the two matrices of a layer, vLLM divides the one on the side of heads or of the
+    feed-forward layer's inside.
     """
     if not rank or not slots:
         return 0
+    has_experts = any(layer.experts for layer in chosen(shape.adaptable, targets))
     widths = (
-        min(shape.hidden, layer.width) + math.ceil(max(0, layer.width - shape.hidden) / tensor_parallel)
+        _slot_width(shape, layer, tensor_parallel)
         for layer in shape.adaptable
+        if not layer.experts or has_experts
     )
     return slots * slot_rank(rank) * sum(widths) * shape.bytes_each
+
+
+def _slot_width(shape: Shape, layer: LinearLayer, tensor_parallel: int) -> int:
+    """Elements of a layer's buffers for each rank, on each of the GPUs that share it."""
+    if layer.experts:
+        # gate_up_proj [2 inside, hidden] and down_proj [hidden, inside]. vLLM has an A for the gate and one for up, and
+        # all have the engine's rank, not that of experts.
+        inside = (layer.width // layer.experts - 2 * shape.hidden) // 3
+        return layer.experts * (3 * shape.hidden + math.ceil(3 * inside / tensor_parallel))
+    whole = min(shape.hidden, layer.width)
+    return whole + math.ceil((layer.width - whole) / tensor_parallel)
 
 
 def buffer_bytes(
@@ -1028,7 +1082,9 @@ def pinned_bytes(shape: Shape, work: Workload, engines: int, tensor_parallel: in
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
     """
-    slots = tensor_parallel * slot_bytes(shape, work.slot_rank, tensor_parallel=tensor_parallel)
+    slots = tensor_parallel * slot_bytes(
+        shape, work.slot_rank, tensor_parallel=tensor_parallel, targets=work.targets
+    )
     return 2 * engines * (shape.weight_bytes + slots)
 
 
@@ -1048,7 +1104,7 @@ def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int
 def without_trainer(shape: Shape, work: Workload, machine: Machine) -> int:
     """Bytes on a device of an engine that shares it with no trainer, without its KV cache."""
     weights = math.ceil(shape.weight_bytes / machine.tensor_parallel)
-    slot = slot_bytes(shape, work.slot_rank, tensor_parallel=machine.tensor_parallel)
+    slot = slot_bytes(shape, work.slot_rank, tensor_parallel=machine.tensor_parallel, targets=work.targets)
     return weights + slot + (MARGIN_SERVING if machine.device == "cuda" else GIB // 2)
 
 
@@ -1259,6 +1315,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     stored = config.get("quantization_config") or text.get("quantization_config") or {}
     format = None if experts else format_in(stored)
     blocks = _block_layers(layers, hidden, queries, keys, intermediate)
+    adaptable = [LinearLayer(name, kind, rows + columns) for name, kind, rows, columns in blocks]
     return Shape(
         parameters=linear + norms + (0 if tied else vocabulary * hidden),
         linear_parameters=linear,
@@ -1274,7 +1331,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         layer_norms=layer_norms,
         recomputes_norms=True,
         recomputes_gates=not experts,
-        adaptable=tuple(LinearLayer(name, kind, rows + columns) for name, kind, rows, columns in blocks),
+        adaptable=(*adaptable, *_expert_layers(text, layers, hidden, dense, experts)),
         packed=PackedSizes.of(format, _packed(format, blocks), bytes_each),
     )
 
@@ -1308,6 +1365,21 @@ def _block_layers(
         (f"model.layers.{number}.{name}", kind, rows, columns)
         for number in range(layers)
         for name, kind, rows, columns in in_each
+    ]
+
+
+def _expert_layers(
+    text: Mapping[str, Any], layers: int, hidden: int, dense: int, experts: int
+) -> list[LinearLayer]:
+    """The experts of each block of a mixture."""
+    if not experts:
+        return []
+    each = int(text.get("moe_intermediate_size") or dense)
+    active = int(text.get("num_experts_per_tok") or 1)
+    width = experts * (2 * hidden + 3 * each)
+    return [
+        LinearLayer(f"model.layers.{number}.mlp.experts", "experts", width, experts, active)
+        for number in range(layers)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The linear layers of a model that can have an adapter: their names, their kinds, and those that a job chooses.
+"""The layers of a model that can have an adapter: their names, their kinds, and those that a job chooses.
 
 Imports no torch, so that memory can be estimated from names and sizes alone.
 """
@@ -10,9 +10,11 @@ from typing import Literal
 
 from core.jobs.hyperparameter_groups import LoraTargets
 
-# attention: mixes tokens (linear attention, state spaces and convolutions too); feed-forward: each token by itself.
-Kind = Literal["attention", "feed-forward", "other"]
-KINDS: tuple[Kind, ...] = ("attention", "feed-forward", "other")
+# attention: mixes tokens (linear attention, state spaces and convolutions too); feed-forward: each token by itself;
+# experts: all routed experts of a layer of a mixture, which are no linear layers.
+Kind = Literal["attention", "feed-forward", "experts", "other"]
+KINDS: tuple[Kind, ...] = ("attention", "feed-forward", "experts", "other")
+ALIASES: tuple[Kind, ...] = ("attention", "experts")  # kinds that a job can choose by their name
 
 # Parts of the names of classes and attributes in transformers. Mixtures have classes such as JetMoeAttention, so the
 # words for attention come first. Nemotron-H calls every block `mixer`, so classes come before attributes.
@@ -29,11 +31,17 @@ _ATTRIBUTES: tuple[tuple[str, Kind], ...] = (
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A layer that can have an adapter."""
+    """A layer that can have an adapter: a linear layer, or the experts of a layer of a mixture."""
 
     name: str
     kind: Kind
-    width: int  # inputs and outputs together: times the rank, the parameters of its adapter
+    width: int  # inputs and outputs together, of all experts: times its rank, the parameters of its adapter
+    experts: int = 0  # 0: it is a linear layer
+    active_experts: int = 1  # that a token goes through
+
+    def rank(self, rank: int) -> int:
+        """The rank of its adapter in a job of this rank. The experts of a token together have about that rank."""
+        return max(1, rank // self.active_experts)
 
 
 def kind_of(name: str, classes: Sequence[str]) -> Kind:
@@ -65,7 +73,10 @@ def has_suffix(name: str, suffix: str) -> bool:
 def chosen(layers: Sequence[LinearLayer], targets: LoraTargets) -> list[LinearLayer]:
     """Those of the layers that the hyperparameter `lora_targets` names."""
     if targets == "all-linear":
-        return list(layers)
-    if targets == "attention":
-        return [layer for layer in layers if layer.kind == "attention"]
-    return [layer for layer in layers if any(has_suffix(layer.name, suffix) for suffix in targets)]
+        return [layer for layer in layers if layer.kind != "experts"]
+    names = [targets] if isinstance(targets, str) else targets
+    return [layer for layer in layers if any(_is_named(layer, name) for name in names)]
+
+
+def _is_named(layer: LinearLayer, name: str) -> bool:
+    return layer.kind == name if name in ALIASES else has_suffix(layer.name, name)

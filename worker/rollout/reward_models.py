@@ -160,7 +160,8 @@ def read_reward_model(
     if reward_head.template_hash(tokenizer) != trained_with:
         raise _unusable(parent, "learned with another chat template than the model's entry has now")
     try:
-        weights = policy.fitted(tensors, parent.settings["lora_alpha"] / parent.settings["lora_rank"])
+        settings = parent.settings
+        weights = policy.fitted(tensors, rank=settings["lora_rank"], alpha=settings["lora_alpha"])
     except InvalidModel as cause:
         raise _unusable(parent, str(cause)) from cause
     of_steps = parent.reward_kind == "steps"

@@ -484,13 +484,8 @@ def with_own_engines(
         lower, start_engine: as OwnEngines says.
         max_restarts: of each engine, in one `sample`; `on_restart` receives the reason.
     """
-    config = EngineConfig(
-        source=str(policy.source),
-        dtype=str(policy.model.dtype).removeprefix("torch."),
-        device=policy.device.type,
-        sizes=sizes or EngineSizes(policy.context),
-        rank=policy.model.peft_config["default"].r if policy.has_base else 0,
-        kv_cache_bytes=kv_cache_bytes,
+    config = replace(
+        _config_of(policy, sizes or EngineSizes(policy.context), kv_cache_bytes),
         threads=threads,
         tensor_parallel=placement.tensor_parallel,
         sleeps=sleeps,
@@ -506,6 +501,20 @@ def with_own_engines(
         start_engine=start_engine,
     )
     return VllmSampler(policy, engines, weights or SentAdapter(), on_left_out=on_left_out)
+
+
+def _config_of(policy: Policy, sizes: EngineSizes, kv_cache_bytes: int) -> EngineConfig:
+    """Of an engine for the model and the adapter of a policy, or for its weights."""
+    return EngineConfig(
+        source=str(policy.source),
+        dtype=str(policy.model.dtype).removeprefix("torch."),
+        device=policy.device.type,
+        sizes=sizes,
+        rank=policy.model.peft_config["default"].r if policy.has_base else 0,
+        kv_cache_bytes=kv_cache_bytes,
+        threads=0,
+        experts=policy.expert_rank > 0,
+    )
 
 
 def with_fleet(

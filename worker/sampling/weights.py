@@ -202,6 +202,7 @@ def peft_config(adapter: AdapterBytes) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "target_modules": list(adapter.modules),
+        "rank_pattern": adapter.ranks,
         "bias": "none",
     }
 
@@ -219,6 +220,7 @@ def adapter_of(policy: Policy, tensors: Tensors, namespace: str) -> AdapterBytes
         rank=config.r,
         alpha=config.lora_alpha,
         modules=tuple(sorted(config.target_modules)),
+        ranks=policy.ranks_in_file,
     )
 
 

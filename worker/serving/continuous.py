@@ -88,8 +88,10 @@ class ServedModel:
         self._spans: list[Span] = []
         self._joined = False  # the prompt's keys and the answer's are given to the model in one tensor
         head = base.model.get_output_embeddings()
+        self._linear: set[str] = set()
         for name, module in base.model.named_modules():
             if isinstance(module, nn.Linear) and module is not head:
+                self._linear.add(name)
                 module.forward = self._forward_of(name, module)  # type: ignore[method-assign,assignment]
         self._decoder, self._of_head = base.parts.decoder, base.parts.logits
         base.model.set_attn_implementation(attention.NAME)
@@ -165,7 +167,18 @@ class ServedModel:
 
     @torch.inference_mode()
     def lora(self, folder: Path) -> ServedAdapter:
-        return ServedAdapter.load(folder, self.device)
+        """Read an adapter.
+
+        Raises:
+            UnsupportedModel: it is on other layers than linear ones.
+        """
+        adapter = ServedAdapter.load(folder, self.device)
+        if others := sorted(adapter.layers.keys() - self._linear):
+            raise UnsupportedModel(
+                f"The adapter is not served by regraft's own engine: it changes {others[0]}, which is no linear layer. "
+                "Serve it with another engine, or merge it into its base model."
+            )
+        return adapter
 
     def use(self, loras: Sequence[ServedAdapter | None]) -> None:
         """Compute the rows of the next forward pass with these adapters. Equal ones are neighbours."""

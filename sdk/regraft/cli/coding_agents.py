@@ -31,7 +31,7 @@ def mcp(arguments: argparse.Namespace) -> int:
 
 
 def skill_install(arguments: argparse.Namespace) -> int:
-    path = skill.install(arguments.dir or Path(".claude/skills"))
+    path = skill.install(arguments.dir or Path(".agents/skills"))
     return answer(arguments, {"path": str(path)}, lambda: f"Wrote {path}")
 
 

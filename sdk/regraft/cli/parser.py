@@ -695,8 +695,8 @@ SKILL = Group(
     Command(
         "install",
         "write SKILL.md, from rows to a promoted model, into a folder of skills",
-        arg("--dir", "DIR", "folder of skills (default: .claude/skills)"),
-        example="regraft skill install --dir ~/.claude/skills",
+        arg("--dir", "DIR", "folder of skills (default: .agents/skills)"),
+        example="regraft skill install --dir ~/.agents/skills",
     ),
 )
 
