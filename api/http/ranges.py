@@ -62,7 +62,7 @@ def requested_part(header: str | None, size: int, *, if_range: str | None, etag:
 
 
 def ranged_response(
-    whole: Iterator[bytes],
+    content: Iterator[bytes],
     part: ByteRange | None,
     *,
     size: int,
@@ -78,6 +78,6 @@ def ranged_response(
     headers = {"accept-ranges": "bytes", "etag": etag, "content-disposition": disposition}
     if part is None:
         headers["content-length"] = str(size)
-        return StreamingResponse(whole, media_type=media_type, headers=headers)
+        return StreamingResponse(content, media_type=media_type, headers=headers)
     headers |= {"content-length": str(part.end - part.start), "content-range": part.content_range}
-    return StreamingResponse(part.of(whole), status_code=206, media_type=media_type, headers=headers)
+    return StreamingResponse(part.of(content), status_code=206, media_type=media_type, headers=headers)
