@@ -149,7 +149,11 @@ class Advance:
         await self._write(lambda work, row: lifecycle.update_stage(row, stage["name"], **changes))
 
     async def _fail(self, stage: Stage, code: str | None, message: str) -> None:
-        await self._write(lambda work, row: lifecycle.failed(row, stage["name"], code, message))
+        def fail(work: Work, row: Pipeline) -> None:
+            lifecycle.cancel_jobs(work, stage)  # a retry of the stage makes others
+            lifecycle.failed(row, stage["name"], code, message)
+
+        await self._write(fail)
 
     # Reading and writing.
 
@@ -213,6 +217,8 @@ class Advance:
 
     async def _start_sweep(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
         project, service, sweep = self.project, self.service, SweepStage.model_validate(spec)
+        sweep = sweep.with_one_seed()
+        budget = sweep.gpu_seconds(Price.of(service.settings))  # a later change of the price does not move it
         sent = [of_pipeline(job, pipeline.id, stage["name"]) for job in sweep.jobs]
         bodies = [parsed_job(job, stage["name"]) for job in sent]
         await job_checks.refuse_unusable(bodies[0], service, project)  # all have the same grader
@@ -225,7 +231,8 @@ class Advance:
 
         def create(work: Work, row: Pipeline) -> None:
             made = [jobs.added(work, body, one, project, service, earlier) for body, one, earlier in ready]
-            lifecycle.started(row, stage["name"], jobs=sweep_jobs.stage_jobs(sweep.settings, made))
+            entries = sweep_jobs.stage_jobs(sweep.settings, made)
+            lifecycle.started(row, stage["name"], jobs=entries, budget_gpu_seconds=budget)
 
         await self._write(create)
 
@@ -328,11 +335,10 @@ class Advance:
             )
 
     async def _follow_sweep(self, stage: Stage) -> None:
-        sweep = SweepStage.model_validate(stage["spec"])
-        budget = sweep.gpu_seconds(Price.of(self.service.settings))
+        stop_losers = SweepStage.model_validate(stage["spec"]).stop_losers
 
         def follow(work: Work, row: Pipeline) -> None:
-            sweep_jobs.follow(work, row, stage, stop_losers=sweep.stop_losers, budget=budget)
+            sweep_jobs.follow(work, row, stage, stop_losers=stop_losers)
 
         await self._write(follow)
 

@@ -1,6 +1,8 @@
 """Bodies of POST /v1/regraft/pipelines, and the checks of their stages before anything starts."""
 
+import json
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -49,7 +51,16 @@ class SweepStage(StrictModel):
         count = math.prod(map(len, self.over.values()))
         if not 2 <= count <= MAX_JOBS:
             raise ValueError(f"'over' has {count} combinations; a sweep has 2 to {MAX_JOBS}")
+        for name, values in self.over.items():
+            if len({json.dumps(value, sort_keys=True) for value in values}) < len(values):
+                raise ValueError(f"'over.{name}' has a value twice")
         return self
+
+    def with_one_seed(self) -> "SweepStage":
+        """The same with a seed, if it has none: all jobs must see the same prompts in the same order."""
+        if "seed" in self.over or self.job.get("seed") is not None:
+            return self
+        return self.model_copy(update={"job": {**self.job, "seed": secrets.randbelow(2**31)}})
 
     @property
     def settings(self) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from core.evals import summary, targets
 from core.jobs.budgets import Price
 from core.jobs.params import TEACHER_PARAM
 from core.masking import hide_in_method, hide_secrets
-from core.pipelines import graph, lifecycle
+from core.pipelines import graph, lifecycle, sweeps
 from core.pipelines.lifecycle import Stage
 from core.results import model_aliases
 from core.storage import files
@@ -34,6 +34,7 @@ from core.tenancy import tenants
 router = APIRouter(prefix="/regraft/pipelines", tags=["regraft"])
 
 WHOLE = PipelineClone()
+NOT_SHOWN = ("spec", "after", "jobs", "validated", "budget_gpu_seconds")  # or in another form
 
 
 class StageErrorOut(BaseModel):
@@ -122,7 +123,7 @@ class PipelineOut(BaseModel):
                         SweptJobOut(job_status=statuses.get(one["job_id"]), **one)
                         for one in stage.get("jobs", ())
                     ],
-                    **{name: value for name, value in stage.items() if name not in ("spec", "after", "jobs")},
+                    **{name: value for name, value in stage.items() if name not in NOT_SHOWN},
                     spec=None if is_listed else shown_spec(stage["spec"]),
                 )
                 for stage, plan in zip(pipeline.stages, lifecycle.planned(pipeline.stages), strict=True)
@@ -258,9 +259,21 @@ async def _refuse_job(
 
 async def _refuse_sweep(sweep: SweepStage, name: str, where: str, service: Service, project: Project) -> None:
     try:
+        if (twice := sweeps.place_named_twice([*sweep.over])) is not None:
+            raise InvalidRequest(
+                f"Invalid value for 'over': '{twice}' names the same setting as another name.",
+                param=f"over.{twice}",
+            )
         sent, _ = sweep.jobs, sweep.gpu_seconds(Price.of(service.settings))
     except InvalidRequest as mistake:
         raise pipeline_requests.named_within(mistake, where) from None
+    most = tenants.limits(project, service.settings.default_limits).queued_jobs
+    if most is not None and len(sent) > most:
+        raise InvalidRequest(
+            f"Invalid value for '{where}.over': it has {len(sent)} combinations, and the project may queue "
+            f"{most} jobs.",
+            param=f"{where}.over",
+        )
     for number, body in enumerate(sent):
         job = await _refuse_job(body, name, f"{where}.job", service, project, is_grader_known=number > 0)
         try:

@@ -32,7 +32,8 @@ Stage = dict[str, Any]
 """A stage as stored: name, kind, spec, after, status, and what it has so far of job_id, eval_id, run_id, model, file,
 rows, error, note, errors, restarts, tries, waiting_since (of an outage), started_at, finished_at, reused_from,
 earlier, the jobs of failed attempts, and of a sweep: jobs (each with settings, job_id, stopped, and at the end reward,
-difference and low) and conclusion; its job_id is that of the best job."""
+difference and low), budget_gpu_seconds, validated (the step of the last validation of each job that was looked at) and
+conclusion; its job_id is that of the best job."""
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
 FOLLOWED = frozenset({"running", "paused"})
@@ -121,9 +122,8 @@ def cancel(work: Work, pipeline: Pipeline) -> None:
         return
     if pipeline.status in FINAL:
         raise InvalidJobState(f"The pipeline {pipeline.id} is already {pipeline.status}.")
-    for job in _running_jobs(work.session, pipeline):
-        if job.status not in JOB.final:
-            jobs.cancel(work, job)
+    for stage in pipeline.stages:
+        cancel_jobs(work, stage)
     for run in _running_eval_runs(work.session, pipeline):
         if run.status not in EVAL_RUN.final:
             eval_runs.cancel(work, run)
@@ -137,6 +137,16 @@ def cancel(work: Work, pipeline: Pipeline) -> None:
     _change(work, pipeline, "cancelled")
     pipeline.finished_at = now()
     webhooks.pipeline_ended(pipeline)
+
+
+def cancel_jobs(work: Work, stage: Stage) -> None:
+    """Cancel the jobs of a running stage."""
+    if stage["status"] != "running":
+        return
+    for job in work.session.scalars(select(Job).where(Job.id.in_(job_ids(stage)))):
+        lock(work.session, job)
+        if job.status not in JOB.final:
+            jobs.cancel(work, job)
 
 
 def retry(work: Work, pipeline: Pipeline) -> None:

@@ -33,20 +33,28 @@ class SweptJob:
         return self.job.status not in JOB.final
 
 
-def follow(work: Work, pipeline: Pipeline, stage: Stage, *, stop_losers: bool, budget: float | None) -> None:
+def follow(work: Work, pipeline: Pipeline, stage: Stage, *, stop_losers: bool) -> None:
     """Look at a sweep: stop what has lost; end the stage once all of its jobs have ended.
 
-    Args:
-        budget: GPU-seconds of all jobs together, after which only the best one continues.
+    `budget_gpu_seconds` of the stage are those of all jobs together, after which only the best one continues.
     """
-    swept = _read(work.session, stage)
-    if stop_losers:
-        swept = _without_losers(work, swept, len(stage["jobs"]))
+    swept, budget = _read(work.session, stage), stage.get("budget_gpu_seconds")
+    validations = Validations(work.session, swept)
+    changes: Stage = {}
+    if stop_losers and validations.last != stage.get("validated"):
+        swept = _without_losers(work, swept, validations)
+        changes["validated"] = validations.last
     if budget is not None:
-        swept = _within(work, swept, budget)
-    lifecycle.update_stage(pipeline, stage["name"], jobs=[one.entry for one in swept])
+        swept = _within(work, swept, validations, budget)
+    changes |= {"jobs": [one.entry for one in swept], "note": _note(swept)}
+    lifecycle.update_stage(pipeline, stage["name"], **changes)
     if not any(one.is_running for one in swept):
-        _end(work.session, pipeline, stage["name"], swept)
+        _end(work.session, pipeline, stage["name"], swept, validations)
+
+
+def _note(swept: Sequence[SweptJob]) -> str | None:
+    paused = [one.job.id for one in swept if one.job.status == "paused"]
+    return f"The job {paused[0]} is paused: resume it or cancel it." if paused else None
 
 
 def _read(session: Session, stage: Stage) -> list[SweptJob]:
@@ -55,59 +63,86 @@ def _read(session: Session, stage: Stage) -> list[SweptJob]:
     return [SweptJob(entry, found[entry["job_id"]]) for entry in stage["jobs"]]
 
 
-def _candidates(session: Session, swept: Sequence[SweptJob]) -> dict[str, Candidate]:
-    """The jobs that may still win, by id: they run or have succeeded."""
-    mine = [one for one in swept if one.is_running or one.job.status == "succeeded"]
-    validated: dict[str, list[int]] = {one.job.id: [] for one in mine}
-    steps = select(StepMetric.job_id, StepMetric.step).where(
-        StepMetric.job_id.in_(validated), StepMetric.step > 0, StepMetric.valid_scores.is_not(None)
-    )
-    for job_id, step in session.execute(steps):
-        validated[job_id].append(step)
-    return {
-        one.job.id: Candidate(
-            one.entry["settings"], validated[one.job.id], partial(_scores, session, one.job.id)
+class Validations:
+    """The validations of the jobs of a sweep after step 0. Scores are read when they are needed, each once."""
+
+    def __init__(self, session: Session, swept: Sequence[SweptJob]) -> None:
+        self._session = session
+        self._scores: dict[tuple[str, int], Scores] = {}
+        self.steps: dict[str, list[int]] = {one.job.id: [] for one in swept}
+        listed = select(StepMetric.job_id, StepMetric.step).where(
+            StepMetric.job_id.in_(self.steps), StepMetric.step > 0, StepMetric.valid_scores.is_not(None)
         )
-        for one in mine
+        for job_id, step in session.execute(listed):
+            self.steps[job_id].append(step)
+
+    @property
+    def last(self) -> dict[str, int]:
+        """The step of the last validation of each job that has one."""
+        return {job_id: max(steps) for job_id, steps in self.steps.items() if steps}
+
+    def scores(self, job_id: str, step: int) -> Scores:
+        key = job_id, step
+        if key not in self._scores:
+            self._scores[key] = events.valid_scores(self._session, job_id, step) or []
+        return self._scores[key]
+
+    def mean(self, job_id: str) -> float | None:
+        """The mean reward at the last validation; None: there is none, or no row is graded."""
+        if job_id not in self.last:
+            return None
+        graded = [score for score in self.scores(job_id, self.last[job_id]) if score is not None]
+        return sum(graded) / len(graded) if graded else None
+
+
+def _may_win(one: SweptJob) -> bool:
+    return one.is_running or one.job.status == "succeeded"
+
+
+def _without_losers(work: Work, swept: Sequence[SweptJob], validations: Validations) -> list[SweptJob]:
+    candidates = {
+        one.job.id: Candidate(
+            one.entry["settings"], validations.steps[one.job.id], partial(validations.scores, one.job.id)
+        )
+        for one in swept
+        if _may_win(one)
     }
-
-
-def _scores(session: Session, job_id: str, step: int) -> Scores:
-    return events.valid_scores(session, job_id, step) or []
-
-
-def _without_losers(work: Work, swept: Sequence[SweptJob], count: int) -> list[SweptJob]:
-    candidates = _candidates(work.session, swept)
     kept = []
     for one in swept:
         reason = None
         if one.is_running:
-            others = [candidate for job_id, candidate in candidates.items() if job_id != one.job.id]
-            reason = sweeps.beaten(candidates[one.job.id], others, count)
+            mine = candidates.pop(one.job.id)
+            reason = sweeps.beaten(mine, [*candidates.values()], len(swept))
+            if reason is None:  # a job that was stopped is no reason to stop another
+                candidates[one.job.id] = mine
         kept.append(one if reason is None else _stopped(work, one, reason))
     return kept
 
 
-def _within(work: Work, swept: Sequence[SweptJob], budget: float) -> list[SweptJob]:
-    """Stop all but the best job if their budget is used up. Without a validation the first one is the best."""
+def _within(work: Work, swept: Sequence[SweptJob], validations: Validations, budget: float) -> list[SweptJob]:
+    """Stop all but the best job if their budget is used up."""
     used = sum(one.job.gpu_seconds for one in swept)
-    if used < budget:
+    if used < budget or not any(one.is_running for one in swept):
         return list(swept)
-    best = _leader(work.session, swept)
+    best = _leader(swept, validations)
+    known = "has the highest mean reward" if validations.mean(best.job.id) is not None else "is the first one"
     reason = (
-        f"the jobs of the sweep have used {used:.0f} of {budget:.0f} GPU-seconds, and another one is ahead"
+        f"the jobs of the sweep have used {used:.0f} of {budget:.0f} GPU-seconds, and "
+        f"{sweeps.in_words(best.entry['settings'])} {known}"
     )
-    return [_stopped(work, one, reason) if one.is_running and one.job.id != best else one for one in swept]
+    return [_stopped(work, one, reason) if one.is_running and one is not best else one for one in swept]
 
 
-def _leader(session: Session, swept: Sequence[SweptJob]) -> str:
-    """The job with the highest mean reward at its last validation, of those that may still win; else the first one."""
-    means = {}
-    for job_id, candidate in _candidates(session, swept).items():
-        if candidate.validated:
-            graded = [score for score in candidate.scores(max(candidate.validated)) if score is not None]
-            means[job_id] = sum(graded) / len(graded) if graded else float("-inf")
-    return max(means, key=means.__getitem__) if means else swept[0].job.id
+def _leader(swept: Sequence[SweptJob], validations: Validations) -> SweptJob:
+    """The job with the highest mean reward at its last validation, of those that may still win; without one the first.
+
+    A paused job leads only if no other is left.
+    """
+    left = [one for one in swept if _may_win(one)]
+    left = [one for one in left if one.job.status != "paused"] or left
+    means = {id(one): validations.mean(one.job.id) for one in left}
+    known = [one for one in left if means[id(one)] is not None]
+    return max(known, key=lambda one: means[id(one)] or 0.0) if known else left[0]
 
 
 def _stopped(work: Work, loser: SweptJob, reason: str) -> SweptJob:
@@ -119,9 +154,13 @@ def _stopped(work: Work, loser: SweptJob, reason: str) -> SweptJob:
     return replace(loser, entry=loser.entry | {"stopped": reason})
 
 
-def _end(session: Session, pipeline: Pipeline, name: str, swept: Sequence[SweptJob]) -> None:
+def _end(
+    session: Session, pipeline: Pipeline, name: str, swept: Sequence[SweptJob], validations: Validations
+) -> None:
     """End the stage with the model of the best job. A sweep fails if none of its jobs has a model."""
     done = [one for one in swept if one.job.status == "succeeded" and one.job.fine_tuned_model]
+    steps = delivered_steps(session, [one.job for one in done])
+    done = [one for one in done if one.job.id in steps]  # the model of another one was deleted
     if not done:
         errors = [one.job.error for one in swept if one.job.error]
         error = errors[0] if errors else {"code": "cancelled", "message": "The jobs were cancelled."}
@@ -129,9 +168,9 @@ def _end(session: Session, pipeline: Pipeline, name: str, swept: Sequence[SweptJ
             pipeline, name, error["code"], f"No job of the sweep has succeeded: {error['message']}"
         )
         return
-    steps = delivered_steps(session, [one.job for one in done])
-    scores_JN = [_scores(session, one.job.id, steps[one.job.id]) for one in done]
-    ranks_J = sweeps.ranked(scores_JN, len(swept))
+    scores_JN = [validations.scores(one.job.id, steps[one.job.id]) for one in done]
+    validations_J = [len(validations.steps[one.job.id]) for one in done]
+    ranks_J = sweeps.ranked(scores_JN, validations_J, len(swept))
     best = sweeps.best_of(ranks_J)
     found = {
         one.job.id: {"reward": rank.reward, "difference": rank.difference, "low": rank.low}

@@ -19,6 +19,8 @@ from core.rewards import equal
 from core.statistics import sequential_low
 
 MAX_JOBS = 16
+# Of validations that stop a job. With fewer, rare large differences are easily missing, and the bound is too narrow.
+MIN_ROWS = 30
 Scores = Sequence[float | None]  # of each validation row; None: no answer could be graded
 
 _OF_THE_JOB = ("model", "seed")
@@ -38,6 +40,8 @@ def place_of(name: str) -> tuple[str, ...]:
         return (*_HYPERPARAMETERS, name)
     if name in PLACES:
         return (*_HYPERPARAMETERS, "advanced", PLACES[name].group, PLACES[name].field)
+    if name == "train":
+        return (*_HYPERPARAMETERS, "advanced", name)
     group, dot, field = name.partition(".")
     if group in GROUPS and dot and field:
         return (*_HYPERPARAMETERS, "advanced", group, field)
@@ -77,6 +81,12 @@ def with_settings(job: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     return changed
 
 
+def place_named_twice(names: Sequence[str]) -> str | None:
+    """A name whose setting another name before it has, too, such as optimizer.learning_rate and learning_rate."""
+    places = [place_of(name) for name in names]
+    return next((name for index, name in enumerate(names) if places[index] in places[:index]), None)
+
+
 def in_words(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
@@ -94,7 +104,8 @@ def beaten(candidate: Candidate, others: Sequence[Candidate], jobs: int) -> str 
     """The reason for which a job has lost: another is certainly better at the last step that both validated; else None.
 
     The k-th look at a pair has the share 6 / (pi^2 k^2) of the level that the pair has of `ALARM_LEVEL` (Bonferroni
-    over looks and pairs), so that no number of looks makes a wrong stop likelier than `ALARM_LEVEL` in the whole sweep.
+    over looks and pairs). If means are about normal, no number of looks makes a wrong stop likelier than `ALARM_LEVEL`
+    in the whole sweep. Fewer than MIN_ROWS graded rows stop no job.
 
     Args:
         jobs: of the whole sweep.
@@ -106,7 +117,7 @@ def beaten(candidate: Candidate, others: Sequence[Candidate], jobs: int) -> str 
         step = max(shared)
         looks = math.ceil(_pairs(jobs) * (math.pi * len(shared)) ** 2 / 6)
         differences_N = _differences(candidate.scores(step), other.scores(step))
-        low = sequential_low(differences_N, looks)
+        low = sequential_low(differences_N, looks) if len(differences_N) >= MIN_ROWS else None
         if low is not None and low > 0:
             mean = math.fsum(differences_N) / len(differences_N)
             return (
@@ -118,8 +129,9 @@ def beaten(candidate: Candidate, others: Sequence[Candidate], jobs: int) -> str 
 
 @dataclass(frozen=True)
 class Rank:
-    """A job that has ended, beside the one with the highest mean reward."""
+    """A job that has succeeded, beside the one with the highest mean reward."""
 
+    rows: int  # that are graded in all jobs
     reward: float | None  # mean over the rows that are graded in all jobs
     difference: (
         float | None
@@ -133,25 +145,29 @@ class Rank:
         return self.low is not None and self.low > 0
 
 
-def ranked(scores_JN: Sequence[Scores], jobs: int) -> list[Rank]:
+def ranked(scores_JN: Sequence[Scores], validations_J: Sequence[int], jobs: int) -> list[Rank]:
     """Each job beside the best, on the rows that are graded in all of them; the first of equal means is the best.
 
-    The bounds hold for all pairs at once (`sequential_low`): the best one was chosen by the same rows.
+    The bounds hold for all pairs at once, and for all pairs of validations of the two (`sequential_low`): the best job
+    was chosen by the same rows, and so was the checkpoint that each job delivers.
 
     Args:
+        validations_J: of each job, among which it has chosen.
         jobs: of the whole sweep, with those that are not here.
     """
     rows = [scores for scores in zip(*scores_JN, strict=True) if None not in scores]
     if not rows:
-        return [Rank(None, None, None) for _ in scores_JN]
+        return [Rank(0, None, None, None) for _ in scores_JN]
     graded_JN = list(zip(*rows, strict=True))
     means_J = [math.fsum(scores_N) / len(rows) for scores_N in graded_JN]
     best = next(index for index, mean in enumerate(means_J) if equal(mean, max(means_J)))
     ranks_J = []
     for index, mean in enumerate(means_J):
         differences_N = _differences(graded_JN[index], graded_JN[best])
-        rank = Rank(mean, math.fsum(differences_N) / len(rows), sequential_low(differences_N, _pairs(jobs)))
-        ranks_J.append(Rank(mean, None, None) if index == best else rank)
+        looks = _pairs(jobs) * max(1, validations_J[index]) * max(1, validations_J[best])
+        low = sequential_low(differences_N, looks)
+        rank = Rank(len(rows), mean, math.fsum(differences_N) / len(rows), low)
+        ranks_J.append(Rank(len(rows), mean, None, None) if index == best else rank)
     return ranks_J
 
 
@@ -161,20 +177,25 @@ def best_of(ranks_J: Sequence[Rank]) -> int:
 
 
 def conclusion(settings_J: Sequence[Mapping[str, Any]], ranks_J: Sequence[Rank]) -> str:
-    """One sentence on jobs that have ended and their ranks."""
+    """One sentence on jobs that have succeeded and their ranks."""
     best = best_of(ranks_J)
     name = in_words(settings_J[best])
     if len(ranks_J) == 1:
-        return f"{name} is the only one that was not stopped and did not fail."
+        return f"{name} is the only one that has succeeded."
     if all(rank.reward is None for rank in ranks_J):
         return f"No validation row is graded in all jobs: {name} is only the first."
+    if any(rank.difference is not None and rank.low is None for rank in ranks_J):
+        rows = ranks_J[best].rows
+        return (
+            f"{rows} validation rows are too few to tell: the model is that of {name}, with the highest mean."
+        )
     close = [
         in_words(settings)
         for index, (settings, rank) in enumerate(zip(settings_J, ranks_J, strict=True))
         if index != best and not rank.is_worse
     ]
     if not close:
-        return f"{name} is better than every other one."
+        return f"{name} is better than every other one that has succeeded."
     others = " and ".join(close)
     return f"No difference beyond chance between {name} and {others}: the model is that of {name}."
 

@@ -9,8 +9,10 @@ from starlette.testclient import TestClient
 
 from api.pipelines.driver import PipelineDriver
 from core.database.tables import Job, Pipeline, StepMetric
+from core.errors import InvalidRequest
 from core.jobs.verdict import Verdict
 from tests.api.conftest import House, request_of
+from tests.hardware import hardware_file
 
 PIPELINES = "/v1/regraft/pipelines"
 ROWS = 60
@@ -95,7 +97,7 @@ def test_a_sweep_stops_the_losers_and_has_the_model_of_the_best_job(
 
     ended = stage(api, made.json())
     assert (ended["status"], ended["model"], ended["job_id"]) == ("succeeded", f"ft:{middle}", middle)
-    assert ended["conclusion"] == "learning_rate 0.0001 is better than every other one."
+    assert ended["conclusion"] == "learning_rate 0.0001 is better than every other one that has succeeded."
     assert [job["reward"] for job in ended["jobs"]] == [pytest.approx(40 / 60), 1.0, None]
     assert ended["jobs"][0]["low"] > 0
     assert api.get(f"{PIPELINES}/{made.json()['id']}").json()["status"] == "succeeded"
@@ -131,7 +133,7 @@ def test_beyond_the_budget_only_the_best_job_continues(
     looked = stage(api, made)["jobs"]
     assert [job["job_status"] for job in looked] == ["cancelled", "running", "cancelled"]
     assert looked[0]["stopped"] == (
-        "the jobs of the sweep have used 100 of 100 GPU-seconds, and another one is ahead"
+        "the jobs of the sweep have used 100 of 100 GPU-seconds, and learning_rate 0.0001 has the highest mean reward"
     )
 
 
@@ -176,19 +178,127 @@ def test_pausing_resuming_and_cancelling_a_pipeline_concern_all_jobs_of_a_sweep(
     assert {job["job_status"] for job in stage(api, made)["jobs"]} == {"cancelled"}
 
 
-def test_a_sweep_whose_jobs_cannot_all_be_queued_starts_none_of_them(
-    api: TestClient, house: House, advance: Callable[[], None]
+def test_a_sweep_whose_jobs_cannot_all_be_queued_now_starts_none_of_them(
+    api: TestClient, house: House, upload: Callable[..., str], advance: Callable[[], None]
 ) -> None:
-    house.limit(queued_jobs=2)
+    house.limit(queued_jobs=3)
+    other = api.post("/v1/fine_tuning/jobs", json=request_of(api)).json()["id"]
     made = create(api).json()
 
     advance()
 
     waiting = stage(api, made)
     assert (waiting["status"], waiting["jobs"]) == ("waiting", [])
-    assert "queued" in waiting["note"]
+    assert "queued_jobs" in waiting["note"]
     with house.database.read() as session:
-        assert session.scalars(select(Job)).all() == []
+        assert [job.id for job in session.scalars(select(Job))] == [other]
+
+
+def test_a_sweep_of_more_jobs_than_the_project_may_queue_is_refused(api: TestClient, house: House) -> None:
+    house.limit(queued_jobs=2)
+
+    error = create(api).json()["error"]
+
+    assert error["param"] == "stages[0].sweep.over"
+    assert error["message"].endswith("it has 3 combinations, and the project may queue 2 jobs.")
+
+
+def test_beyond_the_budget_the_first_job_that_may_win_continues_where_none_has_validated(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, budget={"gpu_seconds": 100}).json()
+    advance()
+    first, second, third = (job["job_id"] for job in stage(api, made)["jobs"])
+    change(house, first, status="failed", gpu_seconds=100.0)
+    change(house, second, status="running")
+    change(house, third, status="running")
+
+    advance()
+
+    looked = stage(api, made)["jobs"]
+    assert [job["job_status"] for job in looked] == ["failed", "running", "cancelled"]
+    assert looked[2]["stopped"].endswith("and learning_rate 0.0001 is the first one")
+
+
+def test_a_change_of_the_price_does_not_move_the_budget_of_a_sweep_that_has_started(
+    priced: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(priced, budget={"amount": 1, "currency": "EUR"}).json()  # 100 GPU-seconds
+    advance()
+    hardware_file(house.folder, price_per_gpu_second=1.0, currency="USD")
+    for job in stage(priced, made)["jobs"]:
+        change(house, job["job_id"], status="running", gpu_seconds=33.0)
+
+    advance()
+    assert [job["job_status"] for job in stage(priced, made)["jobs"]] == ["running"] * 3
+    change(house, stage(priced, made)["jobs"][2]["job_id"], gpu_seconds=34.0)
+    advance()
+    assert [job["job_status"] for job in stage(priced, made)["jobs"]] == ["running", "cancelled", "cancelled"]
+
+
+def test_the_jobs_of_a_sweep_have_one_seed(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, job={**request_of(api), "seed": None}).json()
+
+    advance()
+
+    with house.database.read() as session:
+        assert len({job.seed for job in session.scalars(select(Job))}) == 1
+    assert len(stage(api, made)["jobs"]) == 3
+
+
+def test_a_job_that_was_stopped_is_no_reason_to_stop_another(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api).json()
+    advance()
+    first, second, third = (job["job_id"] for job in stage(api, made)["jobs"])
+    for job_id, step, right in (
+        (first, 5, 30),
+        (second, 5, 60),
+        (second, 10, 30),
+        (third, 5, 0),
+        (third, 10, 60),
+    ):
+        change(house, job_id, status="running")
+        validated(house, job_id, step, right)
+
+    advance()
+
+    assert [job["job_status"] for job in stage(api, made)["jobs"]] == ["cancelled", "cancelled", "running"]
+
+
+def test_a_paused_job_is_named_by_the_note(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api).json()
+    advance()
+    job_id = stage(api, made)["jobs"][1]["job_id"]
+    change(house, job_id, status="paused")
+
+    advance()
+    assert stage(api, made)["note"] == f"The job {job_id} is paused: resume it or cancel it."
+    change(house, job_id, status="running")
+    advance()
+    assert stage(api, made)["note"] is None
+
+
+def test_the_jobs_of_a_sweep_that_fails_are_cancelled(
+    api: TestClient, house: House, advance: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = create(api).json()
+    advance()
+
+    def broken(*_: object, **__: object) -> None:
+        raise InvalidRequest("broken", param=None)
+
+    monkeypatch.setattr("core.pipelines.sweep_jobs.follow", broken)
+    advance()
+
+    failed = stage(api, made)
+    assert failed["status"] == "failed"
+    assert {job["job_status"] for job in failed["jobs"]} == {"cancelled"}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +306,12 @@ def test_a_sweep_whose_jobs_cannot_all_be_queued_starts_none_of_them(
     [
         ({"over": {"rate": [1, 2]}}, "stages[0].sweep.over.rate", "there is no setting 'rate'"),
         ({"over": {"seed": [1]}}, "stages[0].sweep", "'over' has 1 combinations; a sweep has 2 to 16"),
+        ({"over": {"seed": [1, 1]}}, "stages[0].sweep", "'over.seed' has a value twice"),
+        (
+            {"over": {"learning_rate": [1e-5, 1e-4], "optimizer.learning_rate": [1e-3]}},
+            "stages[0].sweep.over.optimizer.learning_rate",
+            "names the same setting as another name",
+        ),
         ({"over": {"seed": [*range(5)], "n_epochs": [1, 2, 3, 4]}}, "stages[0].sweep", "has 20 combinations"),
         (
             {"over": {"learning_rate": [1e-5, "fast"]}},

@@ -23,6 +23,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     """Exit code 1: no job has succeeded."""
     client = connect()
     over = dict(map(_values, arguments.over))
+    if len(over) < len(arguments.over):
+        raise Refused("--over names a setting twice: write all of its values in one --over.")
     budget = None if arguments.budget is None else {"gpu_seconds": arguments.budget * 3600}
     made = client.pipelines.sweep(
         client.jobs.prepare(arguments.job, set=arguments.changes),
