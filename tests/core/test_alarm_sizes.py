@@ -54,6 +54,13 @@ def test_each_alarm_is_named_with_the_size_that_would_do() -> None:
     )
 
 
+def test_a_job_that_relies_on_no_alarm_has_no_warning() -> None:
+    relying = sized(8, 9, 1).model_copy(update={"on_alarm": "pause"})
+
+    assert alarm_sizes.too_small(sized(8, 9, 1), Thresholds(), ["validation_falls"], 4) == []
+    assert len(alarm_sizes.too_small(relying, Thresholds(), ["validation_falls"], 4)) == 1
+
+
 def test_a_job_in_which_each_alarm_can_fire_has_no_warning() -> None:
     alarms = alarms_of(parse_grader(BOTH), has_shadow=True)
 

@@ -210,7 +210,7 @@ def test_auto_and_asked_hyperparameters_are_shown_resolved(finished: FineTuningJ
 def test_the_events_tell_the_story_in_openais_words(client: openai.OpenAI, finished: FineTuningJob) -> None:
     events = list(client.fine_tuning.jobs.list_events(finished.id, limit=5))  # several pages
 
-    messages = [event.message for event in reversed(events) if event.level == "info"]
+    messages = [event.message for event in reversed(events)]
     assert messages[0] == f"Created fine-tuning job: {finished.id}"
     assert messages[1] == (
         f"Validating training file: {finished.training_file} and validation file: {finished.validation_file}"

@@ -666,6 +666,11 @@ def test_a_job_that_is_too_small_for_an_alarm_is_queued_with_a_warning(
     file = tmp_path / "models.toml"
     file.write_text(f'[models."{bench.job().model}"]\npath = "small"\ncontext = 8192\n')
 
+    with bench.database.write() as session:
+        job = session.get_one(Job, bench.job().seq)
+        asked = {"advanced": {"stopping": {"on_alarm": "pause"}}}
+        job.body = job.body | {"hyperparameters": asked}
+
     job, _ = validate([GOOD], models_file=file)
 
     assert job.status == "queued"
