@@ -95,8 +95,8 @@ class Validations:
         return sum(graded) / len(graded) if graded else None
 
 
-def _may_win(one: SweptJob) -> bool:
-    return one.is_running or one.job.status == "succeeded"
+def _may_win(swept: SweptJob) -> bool:
+    return swept.is_running or swept.job.status == "succeeded"
 
 
 def _without_losers(work: Work, swept: Sequence[SweptJob], validations: Validations) -> list[SweptJob]:

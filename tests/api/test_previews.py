@@ -428,7 +428,8 @@ def test_only_the_answers_that_are_graded_again_are_read(
 def test_an_estimate_names_the_alarms_that_cannot_fire(
     house: House, inference: str, body: Callable[..., dict[str, Any]]
 ) -> None:
-    often = {"n_epochs": 50, "batch_size": 1, "eval_interval": 1}
+    pausing = {"stopping": {"on_alarm": "pause"}}
+    often = {"n_epochs": 50, "batch_size": 1, "eval_interval": 1, "advanced": pausing}
 
     for web in opened(house, inference):
         estimate = web.post("/regraft/estimate", json=body(hyperparameters=often)).json()
