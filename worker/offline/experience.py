@@ -17,7 +17,8 @@ from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence
 from worker.recording.metrics import usage_by_model
 from worker.training.offline import OfflineMetrics, OfflineTrainer
-from worker.training.trust_region import STEP_METRICS, changed_nothing
+from worker.training.trust_region import STEP_METRICS
+from worker.training.updates import changed_nothing
 from worker.types import Pack, Rollback, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.

@@ -6,7 +6,7 @@ from core.jobs.hyperparameters import Resolved
 from core.results.ledger import BY_ANSWER
 from graders.types import Grade
 from worker.training import contributions, grpo
-from worker.training.trust_region import changed_nothing
+from worker.training.updates import changed_nothing
 from worker.types import AnswerSignal, Group, Rollout, UpdateMetrics
 
 
