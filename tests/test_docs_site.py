@@ -42,6 +42,13 @@ def test_the_navigation_names_every_page() -> None:
     assert sorted(pages_of(nav)) == sorted(pages - decisions)
 
 
+def test_the_index_links_to_every_page_of_the_navigation() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    linked = re.findall(r"\]\(([\w/-]+\.md)", (DOCS / "index.md").read_text())
+
+    assert [page for page in pages_of(nav) if page not in {"index.md", *linked}] == []
+
+
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     texts = {path: path.read_text() for path in [*site.rglob("*.html"), *site.rglob("*.css")]}
 
