@@ -563,7 +563,7 @@ def step_metrics_page() -> Page:
         "Step metrics",
         "Each step records these in its event `metrics`, in `GET /v1/regraft/jobs/{id}/metrics` and, where marked, in "
         "the result CSV. A metric that a step did not measure is absent or null; in the CSV it is blank. "
-        "[Training](../howto/verdict.md#metrics) says which values are healthy.",
+        "[Verdict and metrics](../howto/verdict.md#metrics) says which values are healthy.",
     )
     lines += ["| metric | unit | CSV | |", "|---|---|---|---|"]
     for metric in step_metrics.METRICS:

@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[1] / "docs/howto/one-machine.md").read_text()
     for block in re.findall(r"^```ini\n(REGRAFT_.*?)^```", PAGE, re.M | re.S)
 ]
 SHOWN = re.findall(r"^(?:ok|skipped) +(\S.*?)  +(.*)$", PAGE, re.M)
-OF_OTHERS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "FORWARDED_ALLOW_IPS"}
+OF_OTHERS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "FORWARDED_ALLOW_IPS", "HF_HOME"}
 
 
 def test_every_variable_is_a_setting_or_one_of_a_library() -> None:
@@ -39,6 +39,18 @@ def test_the_units_start_commands_of_the_service_and_wait_until_they_have_stoppe
     assert sorted(commands) == ["api", "inference", "worker"]
     for command, (_, seconds) in zip(commands, units, strict=True):
         assert int(seconds) > waits.get(command, waits["api"]), command
+
+
+def test_a_unit_creates_the_folder_of_data_for_its_user() -> None:
+    [unit] = re.findall(r"^```ini\n(# /etc/systemd/.*?)^```", PAGE, re.M | re.S)
+    [user], [folder] = (
+        re.findall(r"^User=(.+)$", unit, re.M),
+        re.findall(r"^StateDirectory=(.+)$", unit, re.M),
+    )
+
+    assert VARIABLES["REGRAFT_DATA_DIR"] == f"/var/lib/{folder}"
+    assert Path(VARIABLES["HF_HOME"]).is_relative_to(VARIABLES["REGRAFT_DATA_DIR"])
+    assert re.search(rf"^useradd .* --home-dir /var/lib/{folder} .* {user}$", PAGE, re.M)
 
 
 def test_the_inference_server_listens_where_the_api_looks() -> None:

@@ -16,9 +16,11 @@ from regraft import Regraft
 from regraft.cli import parser as client_cli
 from regraft.requests import read_pipeline
 
+from api.resources.job_shapes import ProgressOut
 from api.resources.pipeline_requests import PipelineCreate, parsed_job
 from core.jobs.hyperparameter_groups import Loss
 from core.jobs.integrations import KINDS
+from core.jobs.pods import PodNote, PodState, waits_for
 from core.pipelines import graph
 from core.registry import BaseModelEntry
 from core.storage.datasets import Example, read_rows
@@ -301,7 +303,7 @@ def constant_texts(file: Path) -> list[str]:
 
 def test_reasons_on_the_page_of_stuck_jobs_are_those_of_the_queue() -> None:
     waits = PAGES["howto/stuck.md"].split("| `validating_files` |")[1].split("| `running` |")[0]
-    reasons = re.findall(r"`([a-z]+ [^`]+)` \|", waits)
+    reasons = re.findall(r"^\|[^|]*\| `([a-z]+ [^`]+)` \|", waits, flags=re.M)
     patterns = [
         text for name in ("fairness", "pods") for text in constant_texts(ROOT / f"core/jobs/{name}.py")
     ]
@@ -309,6 +311,14 @@ def test_reasons_on_the_page_of_stuck_jobs_are_those_of_the_queue() -> None:
     assert len(reasons) >= 6
     for reason in reasons:
         assert any(re.fullmatch(pattern, reason) for pattern in patterns), reason
+
+
+def test_the_page_of_stuck_jobs_names_every_state_of_a_pod_and_every_phase() -> None:
+    notes = [PodNote(state, queue="research").to_row(epoch=1) for state in PodState]
+    reasons = [waits_for(note, 1, "h200") for note in [None, *notes]]
+    phases = get_args(ProgressOut.model_fields["phase"].annotation)
+
+    assert [name for name in (*reasons, *phases) if f"`{name}`" not in PAGES["howto/stuck.md"]] == []
 
 
 def test_intervals_on_the_page_of_rows_are_those_of_its_formula() -> None:

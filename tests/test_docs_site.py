@@ -42,6 +42,13 @@ def test_the_navigation_names_every_page() -> None:
     assert sorted(pages_of(nav)) == sorted(pages - decisions)
 
 
+def test_the_index_links_to_every_page_of_the_navigation() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    linked = re.findall(r"\]\(([\w/-]+\.md)", (DOCS / "index.md").read_text())
+
+    assert [page for page in pages_of(nav) if page not in {"index.md", *linked}] == []
+
+
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     texts = {path: path.read_text() for path in [*site.rglob("*.html"), *site.rglob("*.css")]}
 
@@ -66,6 +73,25 @@ def test_links_into_a_page_lead_to_one_of_its_headings(site: Path) -> None:
             if there.suffix == ".html" and f'id="{anchor}"' not in there.read_text():
                 wrong.append(f"{page.relative_to(site)}: {target}#{anchor}")
     assert wrong == []
+
+
+LINK_OF_THE_SERVICE = re.compile(r"""(?:["'`]|%s)/docs/([^"'`\s#]*)(?:#([\w-]+))?""")
+
+
+def test_links_of_the_console_and_of_alerts_lead_to_a_page_and_its_heading(site: Path) -> None:
+    """Under /docs, where the API serves the site."""
+    files = [
+        *(ROOT / "console/src").rglob("*.svelte"),
+        *(ROOT / "console/src").rglob("*.ts"),
+        *(ROOT / "helm/regraft/templates").rglob("*.yaml"),
+    ]
+    links = [link for file in files for link in LINK_OF_THE_SERVICE.findall(file.read_text())]
+
+    assert {"howto/observability.html", "howto/datasets.html"} <= {page for page, _ in links}
+    for page, anchor in links:
+        there = site / (page or "index.html")
+        assert there.is_file(), page
+        assert f'id="{anchor}"' in there.read_text() or not anchor, f"{page}#{anchor}"
 
 
 def test_llms_txt_lists_every_page_of_the_navigation_with_its_markdown_and_a_sentence(site: Path) -> None:

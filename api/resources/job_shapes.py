@@ -102,6 +102,7 @@ class ProgressOut(BaseModel):
         "waiting for the disk",
         "waiting for the file descriptors",
         "waiting for the name server",
+        "waiting for the network",
         "waiting for the main memory",
         "waiting for the inference server",
         "waiting for the grader's server",

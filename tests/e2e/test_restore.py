@@ -119,8 +119,9 @@ def test_a_restored_service_has_all_rows_with_their_blobs_and_its_jobs_resume(
     old.add_file("meanwhile")  # the service runs during the backup
     assert old.run(copy).returncode == 0
     shutil.rmtree(old.folder)
+    (new.folder / "blobs").mkdir()  # as the page says
 
-    for line in lines_of("cp"):
+    for line in lines_of("mkdir"):
         done = new.run(line)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -144,7 +145,7 @@ def test_a_backup_in_the_wrong_order_is_noticed_at_the_restore(
     old.add_file("meanwhile")
     assert old.run(dump).returncode == 0
 
-    *others, fsck = lines_of("cp")
+    *others, fsck = lines_of("mkdir")
     assert [new.run(line).returncode for line in others] == [0, 0]
     done = new.run(fsck)
     assert (done.returncode, done.stdout.split()[:2]) == (1, ["missing", "meanwhile"])

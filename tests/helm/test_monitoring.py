@@ -173,7 +173,7 @@ def test_each_alert_names_its_runbook(watched: list[dict[str, Any]]) -> None:
     for one in rules:
         assert (
             one["annotations"]["runbook_url"]
-            == "https://regraft.example.com/docs/howto/observability/#alerts"
+            == "https://regraft.example.com/docs/howto/observability.html#alerts"
         )
         assert f"`{one['alert']}`" in (ROOT / "docs/howto/observability.md").read_text()
 

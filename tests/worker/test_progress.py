@@ -14,6 +14,7 @@ import pytest
 from api.resources.job_shapes import ProgressOut
 from core.database.engine import Database
 from core.jobs import lifecycle
+from core.outages import Resource
 from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.worker.conftest import Bench
@@ -248,7 +249,7 @@ def test_an_attempt_that_has_lost_the_job_reports_nothing(bench: Bench) -> None:
 def test_the_api_knows_every_phase_that_a_run_reports() -> None:
     """A job whose phase it does not know could not be shown at all."""
     reported: set[str] = {Progress().now()["phase"], "compiling"}
-    reported |= {f"waiting for the {server}" for server in get_args(Server)}
+    reported |= {f"waiting for the {name}" for name in (*get_args(Server), *Resource)}
     for path in (Path(__file__).parents[2] / "worker").rglob("*.py"):
         calls = re.findall(r"PROGRESS\.(phase|waiting)\((?!server\))(.+?)[,)]", path.read_text())
         assert all(name.startswith('"') for _, name in calls), path
