@@ -8,8 +8,8 @@ from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
 from api.pipelines.driver import PipelineDriver
+from api.pipelines.stages import MAX_ERRORS
 from core.database.tables import Job, Pipeline, StepMetric
-from core.errors import InvalidRequest
 from core.jobs.verdict import Verdict
 from tests.api.conftest import House, request_of
 from tests.hardware import hardware_file
@@ -285,16 +285,17 @@ def test_a_paused_job_is_named_by_the_note(
 
 
 def test_the_jobs_of_a_sweep_that_fails_are_cancelled(
-    api: TestClient, house: House, advance: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    api: TestClient, house: House, advance: Callable[[], None]
 ) -> None:
     made = create(api).json()
     advance()
+    with house.database.write() as session:
+        row = session.scalars(select(Pipeline)).one()
+        broken = {**row.stages[0], "spec": {**row.stages[0]["spec"], "stop_losers": "unreadable"}}
+        row.stages = [broken]
 
-    def broken(*_: object, **__: object) -> None:
-        raise InvalidRequest("broken", param=None)
-
-    monkeypatch.setattr("core.pipelines.sweep_jobs.follow", broken)
-    advance()
+    for _ in range(MAX_ERRORS + 1):
+        advance()
 
     failed = stage(api, made)
     assert failed["status"] == "failed"
