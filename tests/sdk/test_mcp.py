@@ -23,7 +23,7 @@ from mcp.client.streamable_http import streamable_http_client
 from regraft.cli import parser
 from regraft.cli.shared import Refused
 from regraft.mcp.server import MAX_TEXT, shortened
-from regraft.mcp.tools import READ, TOOLS, WRITE
+from regraft.mcp.tools import READ, TOOLS, WRITE, Tool
 from regraft.mcp.workspace import OutsideRoot, Root
 
 from core.database.engine import Work
@@ -108,6 +108,23 @@ def test_a_tool_says_in_words_what_it_and_each_of_its_arguments_is(tool: Any) ->
     assert tool.description.endswith(".")
     assert tool.input_schema["additionalProperties"] is False
     assert all(len(one["description"]) > 5 for one in tool.input_schema["properties"].values())
+
+
+IN_A_PATH = [
+    (tool, name)
+    for tool in TOOLS
+    for name in tool.input_schema["properties"]
+    if name.endswith("_id") or name in ("first", "others", "training_file")
+]
+
+
+@pytest.mark.parametrize(("tool", "name"), IN_A_PATH, ids=[f"{tool.name}-{name}" for tool, name in IN_A_PATH])
+@pytest.mark.parametrize("text", ["../../organization/projects/p/api_keys?x=", "..", ".", "a/b", "a#b", ""])
+def test_an_id_that_leads_elsewhere_is_refused(tool: Tool, name: str, text: str) -> None:
+    schema = tool.input_schema["properties"][name]
+    value: Any = [text] if schema["type"] == "array" else text
+
+    assert not Draft202012Validator(schema).is_valid(value)
 
 
 def test_a_reader_is_offered_no_tool_that_writes(house: House, desk: Path) -> None:

@@ -60,6 +60,12 @@ def choice(description: str, values: Any, default: str | None = None) -> Argumen
     return may("string", description, enum=list(get_args(values)), **more)
 
 
+def identifier(description: str) -> Argument:
+    return needed("string", description, pattern=ID)
+
+
+# Of ids and of names that are part of a path of the API.
+ID = r"^[\w:@-][\w.:@-]*$"
 PATH = {"type": "string", "minLength": 1}
 JOB = Argument(
     {
@@ -75,7 +81,7 @@ GRADER_SCHEMA = {
     'as an object; or "stored:NAME@VERSION".',
 }
 GRADER, GRADER_IF_ANY = Argument(GRADER_SCHEMA, required=True), Argument(GRADER_SCHEMA)
-JOB_ID = needed("string", "Id of the job, such as ftjob-abc.", minLength=1)
+JOB_ID = identifier("Id of the job, such as ftjob-abc.")
 MODEL = needed("string", "Name of a model, as list_models has it.", minLength=1)
 AFTER = may("string", "Continue after this id, the last one of the page before.")
 SECONDS = may("number", "Wait at most so long.", minimum=0, maximum=300, default=30)
@@ -181,7 +187,11 @@ READ = (
         {
             "first": JOB_ID,
             "others": needed(
-                "array", "Ids of other jobs.", items={"type": "string"}, minItems=1, maxItems=10
+                "array",
+                "Ids of other jobs.",
+                items={"type": "string", "pattern": ID},
+                minItems=1,
+                maxItems=10,
             ),
         },
         lambda work, first, others: work.client.jobs.compare(first, *others),
@@ -207,13 +217,13 @@ READ = (
     Tool(
         "get_preview",
         "Get a preview: its state and, once completed, its report.",
-        {"preview_id": needed("string", "Id of the preview.", minLength=1)},
+        {"preview_id": identifier("Id of the preview.")},
         lambda work, preview_id: work.client.previews.retrieve(preview_id),
     ),
     Tool(
         "get_grader_audit",
         "Get an audit of a grader: its state and, once completed, its report.",
-        {"audit_id": needed("string", "Id of the audit.", minLength=1)},
+        {"audit_id": identifier("Id of the audit.")},
         lambda work, audit_id: work.client.grader_audits.retrieve(audit_id),
     ),
 )
@@ -273,7 +283,7 @@ WRITE = (
         "gamed. If it is in progress after the time, get_grader_audit reads it.",
         {
             "grader": GRADER,
-            "training_file": needed("string", "Id of an uploaded file.", minLength=1),
+            "training_file": identifier("Id of an uploaded file."),
             "answer": may("string", "Template of a right answer, such as {{item.answer}}."),
             "rows": may("integer", "Number of rows.", minimum=1),
             "max_tokens": may("integer", "Most tokens of judges.", minimum=1),
