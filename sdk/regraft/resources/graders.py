@@ -62,7 +62,8 @@ class AsyncGraders(OpenAIAsyncGraders):
         Raises:
             InvalidRequestFile: a row has no `sample`, or the file is not JSONL.
         """
-        spec, rows = read_grader(grader), read_cases(cases)
+        spec = await asyncio.to_thread(read_grader, grader)
+        rows = await asyncio.to_thread(read_cases, cases)
 
         async def grade(case: Case) -> GraderTest:
             body = {"grader": spec, "model_sample": case.sample, "item": case.item}

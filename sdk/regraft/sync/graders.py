@@ -30,7 +30,8 @@ class Graders(OpenAIGraders):
         Raises:
             InvalidRequestFile: a row has no `sample`, or the file is not JSONL.
         """
-        spec, rows = read_grader(grader), read_cases(cases)
+        spec = read_grader(grader)
+        rows = read_cases(cases)
 
         def grade(case: Case) -> GraderTest:
             body = {"grader": spec, "model_sample": case.sample, "item": case.item}
