@@ -84,7 +84,7 @@ def build(workspace_of: WorkspaceOf, docs: str, *, writes: bool, writes_files: b
 
 
 def _why(tool: Tool | None, writes: bool) -> str:
-    """Why a server does not offer a tool; empty if there is no such tool."""
+    """The reason that a server does not offer a tool; empty if there is no such tool."""
     if tool is None:
         return ""
     return ": over HTTP no tool writes files" if writes else ": start `regraft mcp` with --write"
@@ -119,7 +119,7 @@ async def answer(tool: Tool, workspace: Workspace, arguments: Mapping[str, Any])
 
 
 def sentence(problem: ValidationError) -> str:
-    """What is wrong with an argument, without the value of one that may have several types."""
+    """The problem of an argument; of one that may have several types without its value."""
     if problem.validator != "anyOf":
         return str(problem.message)
     kinds = [one["type"] for one in problem.validator_value]

@@ -77,7 +77,7 @@ class Root:
 
 
 def content(source: Any) -> Any:
-    """What a text has if it is JSON; a path and what is no text stay as they are.
+    """Parse a text that is JSON; paths and other values are returned as they are.
 
     Raises:
         Refused: it begins as JSON, and is not.
@@ -92,7 +92,7 @@ def content(source: Any) -> Any:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the tools of one caller work with.
+    """The client and the folder of one caller.
 
     Args:
         is_remote: the caller is on another machine, perhaps of another person.
