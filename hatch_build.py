@@ -68,15 +68,21 @@ def pages_of(nav: list[dict[str, Any]], section: str = "") -> Iterator[tuple[str
 
 
 def index_for_agents(project: dict[str, Any], docs: Path) -> str:
-    """llms.txt: each page with the first sentence of its text."""
+    """llms.txt: each page with its heading and the first sentence of its text."""
     lines, current = [f"# {project['site_name']}", "", f"> {project['site_description']}", ""], ""
     lines += ["llms-full.txt has the text of all these pages.", ""]
-    for section, title, name in pages_of(project["nav"]):
+    for section, _, name in pages_of(project["nav"]):
         if section != current:
             lines += ["", f"## {section}", ""]
             current = section
-        lines.append(f"- [{title}]({name}): {first_sentence(without_comments(docs / name))}")
+        page = without_comments(docs / name)
+        lines.append(f"- [{heading(page)}]({name}): {first_sentence(page)}")
     return "\n".join(lines) + "\n"
+
+
+def heading(page: str) -> str:
+    """The title of a page. That of the navigation, such as "Production", may need the headings above it."""
+    return page.split("\n", 1)[0].removeprefix("# ").strip()
 
 
 def without_comments(page: Path) -> str:

@@ -102,6 +102,8 @@ def test_llms_txt_lists_every_page_of_the_navigation_with_its_markdown_and_a_sen
     assert [page for page, _ in listed] == list(pages_of(nav))
     assert all((site / page).read_text() == (DOCS / page).read_text() for page, _ in listed)
     assert [said for _, said in listed if len(said) < 20 or said[-1] not in ".:"] == []
+    assert "- [Kubernetes in production](howto/kubernetes-production.md): " in index
+    assert "(measured/h200.md): Times, memory and numerical differences" in index
     assert re.findall(r"^## (.+)$", index, flags=re.M) == [title for entry in nav for title in entry][1:]
 
 

@@ -27,6 +27,7 @@ from openai import AsyncOpenAI, BaseModel, OpenAI
 
 from regraft.progress import FINAL
 from regraft.resources.waiting import is_temporary
+from regraft.routes import route
 from regraft.sync.client import Regraft
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class _Player:
         """Lease episodes; None: the server is not there."""
         try:
             leases = self._client.post(
-                f"/regraft/jobs/{self._job}/episodes/lease",
+                route("/regraft/jobs", self._job, "episodes", "lease"),
                 body={"max": min(most, MAX_LEASES), "wait_s": WAIT_S},
                 cast_to=_Leases,
             )
@@ -194,7 +195,7 @@ class _Player:
         headers = {"Authorization": f"Bearer {episode.api_key}"}
         try:
             self._client.post(
-                f"/regraft/episodes/{episode.id}/complete",
+                route("/regraft/episodes", episode.id, "complete"),
                 body=body,
                 cast_to=object,
                 options={"headers": headers},

@@ -31,6 +31,7 @@ from regraft.resources.regrades import AsyncRegrades
 from regraft.resources.rollouts import AsyncRollouts
 from regraft.resources.service import AsyncService
 from regraft.resources.waiting import refuse_failed
+from regraft.routes import route
 from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
 ESTIMATE = "/regraft/estimate"
@@ -152,7 +153,9 @@ class AsyncRegraft(openai.AsyncOpenAI):
         """
         body = _profile(model, method, validation_file, grader, max_completion_tokens)
         try:
-            return await self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
+            return await self.post(
+                route("/regraft/files", file_id, "profile"), body=body, cast_to=FileProfile
+            )
         except NotSupportedByServer as old:
             raise _too_old("profile", old, "files") from old
 

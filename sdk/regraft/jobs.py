@@ -4,12 +4,14 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
+from urllib.parse import quote
 
 from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 
 from regraft.display import Display
 from regraft.progress import FINAL, axis_of
+from regraft.routes import route
 from regraft.types import JobResult, StepMetrics, Verdict
 
 
@@ -73,12 +75,12 @@ def result_of(job: FineTuningJob) -> JobResult | None:
 
 def metrics(client: OpenAI, job_id: str) -> list[dict[str, Any]]:
     """The metrics of every finished step, in order."""
-    return _list(client, f"/regraft/jobs/{job_id}/metrics")
+    return _list(client, route("/regraft/jobs", job_id, "metrics"))
 
 
 def rollouts(client: OpenAI, job_id: str, *, step: int, split: str) -> list[dict[str, Any]]:
     """The graded answers of one step; `split` is "train" or "valid". Step 0 is the validation of the base model."""
-    return _list(client, f"/regraft/jobs/{job_id}/rollouts?step={step}&split={split}")
+    return _list(client, route("/regraft/jobs", job_id, "rollouts") + f"?step={step}&split={quote(split)}")
 
 
 def _list(client: OpenAI, path: str) -> list[dict[str, Any]]:

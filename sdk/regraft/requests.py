@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ GRADERS = ("grader", "shadow_grader")
 OF_THE_METHOD = (*GRADERS, "hyperparameters", "response_format", "tools", "environment", "max_episode_steps")
 PATHS = [["training_file"], ["validation_file"], *([name] for name in GRADERS)]
 MAX_PROBLEMS = 20  # lines of an error
+MAX_TABLE_BYTES = 1 << 20  # of a job file or of a grader file
+MAX_LINES_BYTES = 64 << 20  # of a JSONL file that is read as a whole, such as cases
 STORED = "stored:"  # before the name of a stored grader, in place of a file
 
 T = TypeVar("T")
@@ -185,29 +188,47 @@ def read_grader(
         name: of a grader that is a .py file. None: the name of the file.
         locate: called with each path that is read.
     """
+    if isinstance(source, str | Path) and not str(source).startswith(STORED):
+        path = locate(folder / source)
+        spec = _grader_file(path, name)
+        if not _is_job(spec):
+            return spec
+        source, folder = spec["grader"], path.parent
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, str | Path):
+        raise InvalidRequestFile(f"A grader is a table or the path of a file, not {source!r}")
     if str(source).startswith(STORED):
         stored_name, _, version = str(source).removeprefix(STORED).partition("@")
         return {"type": "stored", "name": stored_name} | ({"version": version} if version else {})
     path = locate(folder / source)
-    if path.suffix == ".py":
-        return {"type": "python", "name": name or path.stem, "source": _text(path)}
-    spec = read_table(path)
-    # A job file stands for its grader.
-    if "grader" in spec and "type" not in spec:
-        inner = spec["grader"]
-        return read_grader(inner, path.parent, name=name, locate=locate)
+    spec = _grader_file(path, name)
+    if _is_job(spec):
+        raise InvalidRequestFile(f"{path}: expected the file of a grader, and this is a job file")
     return spec
 
 
+def _grader_file(path: Path, name: str | None) -> dict[str, Any]:
+    """The spec in a file; a job if it is a job file, which stands for its grader."""
+    if path.suffix == ".py":
+        return {"type": "python", "name": name or path.stem, "source": _text(path, MAX_TABLE_BYTES)}
+    return read_table(path)
+
+
+def _is_job(spec: Mapping[str, Any]) -> bool:
+    return "grader" in spec and "type" not in spec
+
+
 def read_table(path: Path) -> dict[str, Any]:
-    """Read a JSON, TOML or YAML file with a table at the top level."""
-    text = _text(path)
+    """Read a JSON, TOML or YAML file with a table at the top level.
+
+    Raises:
+        InvalidRequestFile: it is another file, has other content, or has more than MAX_TABLE_BYTES.
+    """
+    parse = _parsers(path)
+    text = _text(path, MAX_TABLE_BYTES)
     try:
-        value = _parsers(path)(text)
-    except InvalidRequestFile:
-        raise
+        value = parse(text)
     except Exception as cause:  # each parser has its own exceptions
         raise InvalidRequestFile(f"{path}: {cause}") from cause
     if not isinstance(value, dict):
@@ -255,7 +276,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         foreign = container_of(file.read(HEAD_BYTES))
     if foreign is not None:
         raise InvalidRequestFile(f"{path} is not JSONL: {foreign.seen}; {foreign.remedy}")
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(_text(path, MAX_LINES_BYTES).split("\n"), start=1):
         if line.strip():
             try:
                 yield number, json.loads(line, object_pairs_hook=unique_keys)
@@ -331,8 +352,11 @@ def _existing(path: Path, where: str) -> Path:
     return path
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, most: int) -> str:
+    """The text of a file of at most `most` bytes, which is not read if it has more."""
     try:
+        if path.stat().st_size > most:
+            raise InvalidRequestFile(f"{path}: has more than {most >> 20} MiB")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         reason = cause.strerror if isinstance(cause, OSError) else "it is not UTF-8"
@@ -358,11 +382,36 @@ def _parsers(path: Path) -> Any:
 
 
 def _unique_keys_of(loader: Any) -> Any:
-    """The YAML loader with an error for a key that a mapping has twice; a key beside a merged one replaces it."""
+    """The YAML loader with an error for a key that a mapping has twice; a key beside a merged one replaces it.
+
+    Aliases of aliases repeat a text exponentially: the repeated text has the limit of the file.
+    """
 
     class UniqueKeys(loader):  # type: ignore[misc]
+        def get_single_node(self) -> Any:
+            node = super().get_single_node()
+            if _repeated_size(node, {}) > MAX_TABLE_BYTES:
+                raise InvalidRequestFile("its aliases repeat too much, or contain themselves")
+            return node
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             unique_keys([(key.value, None) for key, _ in node.value if not key.tag.endswith(":merge")])
             return super().construct_mapping(node, deep)
 
     return UniqueKeys
+
+
+def _repeated_size(node: Any, sizes: dict[int, float]) -> float:
+    """The values and characters below a YAML node, an alias counted as what it repeats; infinite if it contains itself.
+
+    Args:
+        sizes: of the nodes that are known.
+    """
+    if id(node) not in sizes:
+        sizes[id(node)] = inf
+        value = () if node is None else node.value
+        parts = [part for one in value for part in (one if isinstance(one, tuple) else (one,))]
+        sizes[id(node)] = 1 + (
+            len(value) if isinstance(value, str) else sum(_repeated_size(part, sizes) for part in parts)
+        )
+    return sizes[id(node)]

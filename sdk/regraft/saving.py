@@ -1,6 +1,6 @@
 """Downloads: chunks of a response, and files that appear only when complete."""
 
-import os
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +24,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     target = path.resolve()  # keeps a symbolic link and replaces its target
     if not target.parent.is_dir():
         raise FileNotFoundError(f"No such folder: {target.parent}")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+    out = temporary.open("xb")  # never a file or a link that is already there
     try:
-        with temporary.open("wb") as out:
+        with out:
             yield out
         temporary.replace(target)
     finally:

@@ -164,6 +164,61 @@ def test_a_key_beside_a_merged_mapping_of_yaml_is_no_duplicate(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [" + ", ".join(["text"] * 100) + "]\n"
+        + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 100)}]\n" for old, new in ("ab", "bc", "cd")),
+        "a: &a [*a]\n",
+    ],
+    ids=["of aliases", "of itself"],
+)  # fmt: skip
+def test_aliases_of_yaml_that_multiply_are_refused(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+
+    with pytest.raises(InvalidRequestFile, match=r"job\.yaml: its aliases repeat"):
+        read_job(path)
+
+
+@pytest.mark.parametrize("name", ["job.json", "grader.py", "model.safetensors"])
+def test_a_file_that_is_too_large_to_be_a_grader_or_a_job_is_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.truncate(1 << 43)  # more than fits into memory
+
+    with pytest.raises(InvalidRequestFile, match=f"{name}: (has more than 1 MiB|expected a file that ends)"):
+        read_grader(path)
+
+
+def test_a_file_that_is_too_large_to_be_cases_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_text('{"sample": "1"}\n')
+    with path.open("r+b") as file:
+        file.truncate(1 << 43)
+
+    with pytest.raises(InvalidRequestFile, match="has more than 64 MiB"):
+        read_cases(path)
+
+
+@pytest.mark.parametrize("value", ["5", "[1]", "true"])
+def test_a_grader_that_is_neither_a_table_nor_a_path_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"grader = {value}\n")
+
+    with pytest.raises(InvalidRequestFile, match="A grader is a table or the path of a file"):
+        read_grader(path)
+
+
+def test_a_job_file_is_no_grader_of_a_job_file(tmp_path: Path) -> None:
+    path = tmp_path / "self.json"
+    path.write_text('{"grader": "self.json"}')
+
+    with pytest.raises(InvalidRequestFile, match="this is a job file"):
+        read_grader(path)
+
+
+@pytest.mark.parametrize(
     ("part", "where"),
     [
         ({"headers": {"key": "***"}}, "headers.key"),

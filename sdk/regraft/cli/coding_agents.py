@@ -38,4 +38,7 @@ def skill_install(arguments: argparse.Namespace) -> int:
 def _root(folder: Path) -> Root:
     if not folder.is_dir():
         raise Refused(f"--root: {folder} is not a folder")
-    return Root(folder.resolve())
+    target = folder.resolve()
+    if not folder.is_absolute() and target in (Path(target.anchor), Path.home().resolve()):
+        raise Refused(f"--root would be {target}: name the folder, as in --root /path/of/project")
+    return Root(target)

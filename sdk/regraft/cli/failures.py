@@ -12,6 +12,7 @@ from regraft.config import NotConfigured
 from regraft.errors import DownloadCorrupt, JobFailed, is_page
 from regraft.requests import InvalidRequestFile
 from regraft.resources.evals import InvalidGate
+from regraft.routes import InvalidId
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def failure_of(error: Exception) -> Failure | None:
             return Failure(AUTH, str(error), "not_configured")
         case InvalidDataset():
             return Failure(NO, "\n".join(problem_lines(invalid_report("the file", error))), "invalid_dataset")
-        case InvalidRequestFile() | InvalidGate() | Refused() | OSError() | httpx2.InvalidURL():
+        case InvalidRequestFile() | InvalidGate() | InvalidId() | Refused() | OSError() | httpx2.InvalidURL():
             return Failure(USAGE, str(error), "invalid_command")
     return None
 

@@ -28,6 +28,7 @@ from regraft.cli.shared import DONE, NO, WIDE, Refused, connect, method_of, mone
 from regraft.display import Waiting
 from regraft.jobs import grader_of, result_of, verdict_of
 from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, queued_text, sparkline
+from regraft.routes import route
 from regraft.sync.client import Regraft
 from regraft.types import ComparedPair, JobResult, LedgerBucket, Preview, PreviewProgress
 
@@ -271,7 +272,7 @@ def _ledgers(buckets_of: Mapping[str, Sequence[LedgerBucket]]) -> str:
 
 
 def jobs_attempts(arguments: argparse.Namespace) -> int:
-    response: Any = connect().get(f"/regraft/jobs/{arguments.job_id}/attempts", cast_to=object)
+    response: Any = connect().get(route("/regraft/jobs", arguments.job_id, "attempts"), cast_to=object)
 
     def text() -> str:
         rows: list[list[object]] = []
@@ -288,7 +289,7 @@ def jobs_attempts(arguments: argparse.Namespace) -> int:
 
 
 def jobs_logs(arguments: argparse.Namespace) -> int:
-    log = connect().get(f"/regraft/jobs/{arguments.job_id}/logs", cast_to=str)
+    log = connect().get(route("/regraft/jobs", arguments.job_id, "logs"), cast_to=str)
     return answer(arguments, {"log": log}, lambda: log.rstrip("\n"))
 
 
@@ -304,7 +305,7 @@ def jobs_budget(arguments: argparse.Namespace) -> int:
     if asked is None and not arguments.none:
         job = client.jobs.retrieve(arguments.job_id)
     else:
-        path = f"/fine_tuning/jobs/{arguments.job_id}/budget"
+        path = route("/fine_tuning/jobs", arguments.job_id, "budget")
         job = client.post(path, body={"budget": asked}, cast_to=FineTuningJob)
 
     def text() -> str:

@@ -8,7 +8,6 @@ import openai
 
 from regraft._rules.datasets import InvalidDataset
 from regraft._rules.foreign_files import Target
-from regraft.cli.failures import failure_of
 from regraft.cli.files import invalid_report
 from regraft.cli.output import plain
 from regraft.cli.shared import Refused
@@ -16,8 +15,8 @@ from regraft.convert import SameFile, UnknownEncoding
 from regraft.convert import convert as convert_dataset
 from regraft.datasets import validate as validate_dataset
 from regraft.literals import Method, Split
-from regraft.mcp.workspace import Workspace
-from regraft.requests import Source
+from regraft.mcp.workspace import Root, Workspace, content
+from regraft.requests import Source, read_each
 from regraft.resources.jobs import ENDS
 from regraft.resources.waiting import AsyncWaiting
 
@@ -27,6 +26,7 @@ JOB_FIELDS = (
     "queue", "progress",
 )  # fmt: skip
 POLL_SECONDS = 0.5
+MAX_CASES = 200
 
 
 async def page(listed: Awaitable[Any], fields: Sequence[str] = ()) -> dict[str, Any]:
@@ -57,17 +57,17 @@ async def service_status(work: Workspace) -> dict[str, Any]:
         "workers": client.service.workers(),
         "queues": client.service.queues(),
     }
-    parts = {name: await _or_its_error(call) for name, call in asked.items()}
+    parts = {name: await _or_its_error(work, call) for name, call in asked.items()}
     if "data" in parts["models"]:
         parts["models"] = [model["id"] for model in parts["models"]["data"]]
-    return {"server": str(server), **parts}
+    return parts if work.is_remote else {"server": str(server), **parts}
 
 
-async def _or_its_error(call: Awaitable[Any]) -> Any:
+async def _or_its_error(work: Workspace, call: Awaitable[Any]) -> Any:
     try:
         return plain(await call)
     except openai.OpenAIError as error:
-        failure = failure_of(error)
+        failure = work.failure_of(error)
         assert failure is not None, "every error of the client has a message"
         return {"error": failure.message}
 
@@ -90,12 +90,10 @@ async def watch_job(
 
 
 async def get_metrics(
-    work: Workspace, job_id: str, names: Sequence[str] = (), last: int = 20
+    work: Workspace, job_id: str, names: Sequence[str] = (), last: int = 5
 ) -> dict[str, Any]:
-    steps = await work.client.jobs.metrics(job_id, frame=False)
-    kept = {"step", *names}
-    rows = [{name: step[name] for name in step if not names or name in kept} for step in steps[-last:]]
-    return {"steps": len(steps), "data": rows}
+    steps = await work.client.jobs.metrics(job_id, frame=False, names=names)
+    return {"steps": len(steps), "data": steps[-last:]}
 
 
 async def get_verdict(work: Workspace, job_id: str) -> dict[str, Any]:
@@ -111,7 +109,7 @@ async def validate_file(
     split: Split = "train",
     method: Method = "reinforcement",
 ) -> dict[str, Any]:
-    file, spec = work.root.file(path), None if grader is None else work.root.grader(grader)
+    file, spec = work.root.file(path), None if grader is None else await work.grader(grader)
     try:
         valid = await asyncio.to_thread(validate_dataset, file, grader=spec, split=split, method=method)
     except InvalidDataset as bad:
@@ -129,6 +127,8 @@ async def convert_file(
     replace: bool = False,
 ) -> dict[str, Any]:
     read, written = work.root.file(source), work.root.path(out)
+    if written.suffix != ".jsonl":
+        raise Refused(f"{out}: the name of a dataset ends in .jsonl")
     if written.exists() and not replace:
         raise Refused(f"{out} already exists: choose another name, or set replace.")
     try:
@@ -141,9 +141,35 @@ async def convert_file(
 async def test_grader(
     work: Workspace, grader: Source, cases: str | Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    rows = work.root.file(cases) if isinstance(cases, str) else cases
-    tests = await work.client.graders.test(work.root.grader(grader), rows)
+    spec, rows = await work.grader(grader), await asyncio.to_thread(_cases, work.root, cases)
+    tests = await work.client.graders.test(spec, rows)
     return {"failed": sum(not test.passed for test in tests), "data": plain(tests)}
+
+
+def _cases(root: Root, source: str | Iterable[Mapping[str, Any]]) -> Any:
+    """
+    Raises:
+        InvalidRequestFile: a line is not JSON.
+        Refused: they are more than MAX_CASES.
+    """
+    found = content(source)
+    cases = root.file(found) if isinstance(found, str) else [*found]
+    count = len(read_each(cases, lambda number, row, where: row))
+    if count > MAX_CASES:
+        raise Refused(f"There are {count} cases. Test at most {MAX_CASES} at a time.")
+    return cases
+
+
+async def validate_job(work: Workspace, job: Source) -> Any:
+    return await work.client.jobs.validate(await work.job(job))
+
+
+async def estimate_job(work: Workspace, job: Source) -> Any:
+    return await work.client.estimate(await work.job(job))
+
+
+async def create_job(work: Workspace, job: Source) -> Any:
+    return await work.client.jobs.submit(await work.job(job))
 
 
 async def preview_job(
@@ -154,7 +180,7 @@ async def preview_job(
     seconds: float = 30,
 ) -> Any:
     previews = work.client.previews
-    made = await previews.create(work.root.job(job), rows=rows, samples=samples)
+    made = await previews.create(await work.job(job), rows=rows, samples=samples)
     return await within(seconds, previews.wait(made.id), lambda: previews.retrieve(made.id))
 
 
@@ -162,7 +188,7 @@ async def audit_grader(
     work: Workspace, grader: Source, training_file: str, seconds: float = 30, **options: Any
 ) -> Any:
     audits = work.client.grader_audits
-    made = await audits.create(work.root.grader(grader), training_file, **options)
+    made = await audits.create(await work.grader(grader), training_file, **options)
     return await within(seconds, audits.wait(made.id), lambda: audits.retrieve(made.id))
 
 

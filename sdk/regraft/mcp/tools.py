@@ -27,6 +27,8 @@ class Tool:
     Args:
         run: called with a Workspace and the arguments; its result becomes JSON.
         writes: it creates or changes something; offered only with --write.
+        destroys: it may end or replace what cannot be restored.
+        writes_files: it writes below the root, without asking the service; not offered over HTTP.
         quotes: its result has text that a model, a dataset, a grader or a user wrote.
     """
 
@@ -35,6 +37,8 @@ class Tool:
     arguments: Mapping[str, Argument]
     run: Callable[..., Awaitable[Any]]
     writes: bool = False
+    destroys: bool = False
+    writes_files: bool = False
     quotes: bool = True
 
     @property
@@ -60,6 +64,12 @@ def choice(description: str, values: Any, default: str | None = None) -> Argumen
     return may("string", description, enum=list(get_args(values)), **more)
 
 
+def identifier(description: str) -> Argument:
+    return needed("string", description, pattern=ID)
+
+
+# Of ids and of names that are part of a path of the API.
+ID = r"^[\w:@-][\w.:@-]*$"
 PATH = {"type": "string", "minLength": 1}
 JOB = Argument(
     {
@@ -75,10 +85,16 @@ GRADER_SCHEMA = {
     'as an object; or "stored:NAME@VERSION".',
 }
 GRADER, GRADER_IF_ANY = Argument(GRADER_SCHEMA, required=True), Argument(GRADER_SCHEMA)
-JOB_ID = needed("string", "Id of the job, such as ftjob-abc.", minLength=1)
+JOB_ID = identifier("Id of the job, such as ftjob-abc.")
 MODEL = needed("string", "Name of a model, as list_models has it.", minLength=1)
 AFTER = may("string", "Continue after this id, the last one of the page before.")
-SECONDS = may("number", "Wait at most so long.", minimum=0, maximum=300, default=30)
+SECONDS = may(
+    "number",
+    "Wait at most so long, up to 50: many clients give up after a minute.",
+    minimum=0,
+    maximum=50,
+    default=30,
+)
 METHOD = choice("Method of the job that learns from the file.", literals.Method, "reinforcement")
 
 
@@ -120,8 +136,8 @@ READ = (
     ),
     Tool(
         "watch_job",
-        "Wait until a job ends, is paused or has a state, or until the time is over. `reached` says which; call again "
-        "to wait longer.",
+        "Wait until a job ends, is paused or has a state, or until the time is over. Then `reached` is false, and "
+        "another call waits longer.",
         {
             "job_id": JOB_ID,
             "until": may("string", "Also stop at this state.", enum=list(JOB_STATES)),
@@ -142,8 +158,12 @@ READ = (
         "Get the metrics of a job's last steps, such as train_mean_reward and full_valid_mean_reward.",
         {
             "job_id": JOB_ID,
-            "names": may("array", "Only these metrics.", items={"type": "string"}),
-            "last": may("integer", "The number of steps.", minimum=1, maximum=1000, default=20),
+            "names": may(
+                "array",
+                "Only these metrics, such as kl or timing.step. All of a step are a few kilobytes.",
+                items={"type": "string", "pattern": r"^[\w.]+$"},
+            ),
+            "last": may("integer", "The number of steps.", minimum=1, maximum=1000, default=5),
         },
         calls.get_metrics,
         quotes=False,
@@ -163,13 +183,16 @@ READ = (
             "job_id": JOB_ID,
             "step": needed("integer", "Step; 0 of split valid is the base model.", minimum=0),
             "split": choice("Answers of training or of validation.", literals.Split, "train"),
-            "sort": choice("Highest first.", literals.Sort),
-            "order": choice("asc: lowest first.", literals.Order),
+            "sort": choice(
+                "The value to sort by, highest first. Default: the order of the step.", literals.Sort
+            ),
+            "order": choice("Of the sorted value; asc: lowest first.", literals.Order),
             "graded": may("boolean", "Only answers with a score, or only those without."),
             "min_score": may("number", "Lowest score."),
             "max_score": may("number", "Highest score."),
             "q": may("string", "Text in the prompt, the row, the answer or the grader's output."),
             "limit": limit(10),
+            "after": AFTER,
         },
         lambda work, job_id, limit=10, **filters: page(
             work.client.rollouts.list(job_id, limit=limit, **filters)
@@ -181,7 +204,11 @@ READ = (
         {
             "first": JOB_ID,
             "others": needed(
-                "array", "Ids of other jobs.", items={"type": "string"}, minItems=1, maxItems=10
+                "array",
+                "Ids of other jobs.",
+                items={"type": "string", "pattern": ID},
+                minItems=1,
+                maxItems=10,
             ),
         },
         lambda work, first, others: work.client.jobs.compare(first, *others),
@@ -202,18 +229,18 @@ READ = (
         "validate_job",
         "Check a job and its local files without creating or uploading anything.",
         {"job": JOB},
-        lambda work, job: work.client.jobs.validate(work.root.job(job)),
+        calls.validate_job,
     ),
     Tool(
         "get_preview",
         "Get a preview: its state and, once completed, its report.",
-        {"preview_id": needed("string", "Id of the preview.", minLength=1)},
+        {"preview_id": identifier("Id of the preview.")},
         lambda work, preview_id: work.client.previews.retrieve(preview_id),
     ),
     Tool(
         "get_grader_audit",
         "Get an audit of a grader: its state and, once completed, its report.",
-        {"audit_id": needed("string", "Id of the audit.", minLength=1)},
+        {"audit_id": identifier("Id of the audit.")},
         lambda work, audit_id: work.client.grader_audits.retrieve(audit_id),
     ),
 )
@@ -229,7 +256,7 @@ WRITE = (
                 "rft: rows for reinforcement, sft: for supervised, dpo: for preference jobs.",
                 enum=["rft", "sft", "dpo"],
             ),
-            "out": needed("string", "Path of the JSONL file to write.", minLength=1),
+            "out": needed("string", "Path of the file to write, which ends in .jsonl.", minLength=1),
             "names": may(
                 "object",
                 'The field of the source for a field of the row, such as {"prompt": "question", "answer": '
@@ -241,6 +268,8 @@ WRITE = (
         },
         calls.convert_file,
         writes=True,
+        destroys=True,
+        writes_files=True,
     ),
     Tool(
         "upload_file",
@@ -257,7 +286,15 @@ WRITE = (
             "grader": GRADER,
             "cases": Argument(
                 {
-                    "anyOf": [PATH, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
+                    "anyOf": [
+                        PATH,
+                        {
+                            "type": "array",
+                            "items": {"type": "object"},
+                            "minItems": 1,
+                            "maxItems": calls.MAX_CASES,
+                        },
+                    ],
                     "description": 'Path of a JSONL file of cases, or the cases: {"sample": answer, "expect": reward '
                     "(optional), ...fields of the row}.",
                 },
@@ -273,10 +310,12 @@ WRITE = (
         "gamed. If it is in progress after the time, get_grader_audit reads it.",
         {
             "grader": GRADER,
-            "training_file": needed("string", "Id of an uploaded file.", minLength=1),
+            "training_file": identifier("Id of an uploaded file."),
             "answer": may("string", "Template of a right answer, such as {{item.answer}}."),
             "rows": may("integer", "Number of rows.", minimum=1),
-            "max_tokens": may("integer", "Most tokens of judges.", minimum=1),
+            "max_tokens": may(
+                "integer", "Most tokens that graders which are models may use in all.", minimum=1
+            ),
             "seconds": SECONDS,
         },
         calls.audit_grader,
@@ -286,7 +325,7 @@ WRITE = (
         "estimate_job",
         "Estimate steps, time and cost of a job. Its local files are uploaded.",
         {"job": JOB},
-        lambda work, job: work.client.estimate(work.root.job(job)),
+        calls.estimate_job,
         writes=True,
     ),
     Tool(
@@ -307,7 +346,7 @@ WRITE = (
         "create_job",
         "Create a job, which the service then trains. Its local files are validated and uploaded first.",
         {"job": JOB},
-        lambda work, job: work.client.jobs.submit(work.root.job(job)),
+        calls.create_job,
         writes=True,
     ),
     Tool(
@@ -316,6 +355,7 @@ WRITE = (
         {"job_id": JOB_ID},
         lambda work, job_id: work.client.jobs.cancel(job_id),
         writes=True,
+        destroys=True,
     ),
     Tool(
         "chat",
@@ -337,6 +377,7 @@ WRITE = (
         {"model": MODEL, "alias": needed("string", "Name of the alias, such as production.", minLength=1)},
         lambda work, model, alias: work.client.aliases.promote(model, alias),
         writes=True,
+        destroys=True,
         quotes=False,
     ),
 )

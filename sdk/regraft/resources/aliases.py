@@ -6,6 +6,7 @@ from openai import AsyncOpenAI
 from openai._base_client import AsyncPaginator
 from openai.pagination import AsyncCursorPage
 
+from regraft.routes import route
 from regraft.types import Alias, AliasChange
 
 PATH = "/regraft/aliases"
@@ -30,14 +31,14 @@ class AsyncAliases:
         return self._client.get_api_list(PATH, page=AsyncCursorPage[Alias], model=Alias, options=options)
 
     async def retrieve(self, name: str) -> Alias:
-        return await self._client.get(f"{PATH}/{name}", cast_to=Alias)
+        return await self._client.get(route(PATH, name), cast_to=Alias)
 
     def history(
         self, name: str, *, after: str | None = None, limit: int = 20
     ) -> AsyncPaginator[AliasChange, AsyncCursorPage[AliasChange]]:
         """Who pointed it from which model at which, newest first; also of a deleted alias."""
         return self._client.get_api_list(
-            f"{PATH}/{name}/history",
+            route(PATH, name, "history"),
             page=AsyncCursorPage[AliasChange],
             model=AliasChange,
             options=_listed(after, limit),
@@ -45,11 +46,11 @@ class AsyncAliases:
 
     async def rollback(self, name: str) -> Alias:
         """Point an alias at its previous model again. A second rollback undoes the first."""
-        return await self._client.post(f"{PATH}/{name}/rollback", cast_to=Alias)
+        return await self._client.post(route(PATH, name, "rollback"), cast_to=Alias)
 
     async def delete(self, name: str) -> None:
         """Delete an alias. Its model is kept."""
-        await self._client.delete(f"{PATH}/{name}", cast_to=object)
+        await self._client.delete(route(PATH, name), cast_to=object)
 
 
 def _listed(after: str | None, limit: int) -> Any:

@@ -14,6 +14,7 @@ from openai import AsyncStream
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft.errors import DownloadCorrupt
+from regraft.routes import route
 from regraft.saving import async_chunks
 
 if TYPE_CHECKING:
@@ -131,4 +132,4 @@ def _absent(target: Path) -> Path:
 
 
 def _path(checkpoint_id: str) -> str:
-    return f"/regraft/checkpoints/{checkpoint_id}/archive"
+    return route("/regraft/checkpoints", checkpoint_id, "archive")

@@ -14,6 +14,7 @@ from openai.types.evals import RunRetrieveResponse
 
 from regraft.requests import InvalidRequestFile, read_table
 from regraft.resources.waiting import AsyncWaiting
+from regraft.routes import listed, route
 from regraft.types import EvalComparison
 
 FINAL = frozenset({"completed", "failed", "canceled"})
@@ -149,7 +150,7 @@ class AsyncEvals(OpenAIAsyncEvals):
 
 
 def _compare_path(eval_id: str, first: str, second: str) -> str:
-    return f"/regraft/evals/{eval_id}/compare?runs={first},{second}"
+    return route("/regraft/evals", eval_id, "compare") + f"?runs={listed((first, second))}"
 
 
 def _drop(comparison: EvalComparison, max_drop: float | None) -> list[str]:

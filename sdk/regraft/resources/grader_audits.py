@@ -9,6 +9,7 @@ from openai.pagination import AsyncCursorPage
 from regraft.requests import Source, read_grader
 from regraft.resources.stored_graders import listed
 from regraft.resources.waiting import AsyncWaiting
+from regraft.routes import route
 from regraft.types import GraderAudit
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class AsyncGraderAudits:
         )
 
     async def retrieve(self, audit_id: str) -> GraderAudit:
-        return await self._client.get(f"{PATH}/{audit_id}", cast_to=GraderAudit)
+        return await self._client.get(route(PATH, audit_id), cast_to=GraderAudit)
 
     async def wait(
         self,
@@ -73,11 +74,11 @@ class AsyncGraderAudits:
         )
 
     async def cancel(self, audit_id: str) -> GraderAudit:
-        return await self._client.post(f"{PATH}/{audit_id}/cancel", cast_to=GraderAudit)
+        return await self._client.post(route(PATH, audit_id, "cancel"), cast_to=GraderAudit)
 
     async def delete(self, audit_id: str) -> None:
         """Delete an audit. One in progress is canceled. Versions of stored graders keep its result."""
-        await self._client.delete(f"{PATH}/{audit_id}", cast_to=object)
+        await self._client.delete(route(PATH, audit_id), cast_to=object)
 
 
 def audit_body(

@@ -15,6 +15,7 @@ from regraft.concurrency import async_each
 from regraft.requests import InvalidRequestFile, Source, read_each, read_grader
 from regraft.resources import stored_graders
 from regraft.resources.stored_graders import PATH, golden_cases, listed, what_to_check
+from regraft.routes import route
 from regraft.types import GoldenCase, GraderCheck, GraderVersion, StoredGrader
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class AsyncGraders(OpenAIAsyncGraders):
         Raises:
             InvalidRequestFile: a row has no `sample`, or the file is not JSONL.
         """
-        spec, rows = read_grader(grader), read_cases(cases)
+        spec = await asyncio.to_thread(read_grader, grader)
+        rows = await asyncio.to_thread(read_cases, cases)
 
         async def grade(case: Case) -> GraderTest:
             body = {"grader": spec, "model_sample": case.sample, "item": case.item}
@@ -85,18 +87,18 @@ class AsyncGraders(OpenAIAsyncGraders):
 
     async def retrieve(self, name: str) -> StoredGrader:
         """Raises regraft.GraderNotFound."""
-        return await self._client.get(f"{PATH}/{name}", cast_to=StoredGrader)
+        return await self._client.get(route(PATH, name), cast_to=StoredGrader)
 
     async def delete(self, name: str) -> None:
         """Delete a grader, its versions and its golden cases. Jobs that were created with it keep its content."""
-        await self._client.delete(f"{PATH}/{name}", cast_to=object)
+        await self._client.delete(route(PATH, name), cast_to=object)
 
     def versions(
         self, name: str, *, after: str | None = None, limit: int = 20
     ) -> "AsyncPaginator[GraderVersion, AsyncCursorPage[GraderVersion]]":
         """Newest first."""
         return self._client.get_api_list(
-            f"{PATH}/{name}/versions",
+            route(PATH, name, "versions"),
             page=AsyncCursorPage[GraderVersion],
             model=GraderVersion,
             options=listed(after, limit),
@@ -104,11 +106,11 @@ class AsyncGraders(OpenAIAsyncGraders):
 
     async def version(self, name: str, version: str) -> GraderVersion:
         """One version by its hash, or by at least 8 characters of it."""
-        return await self._client.get(f"{PATH}/{name}/versions/{version}", cast_to=GraderVersion)
+        return await self._client.get(route(PATH, name, "versions", version), cast_to=GraderVersion)
 
     async def delete_version(self, name: str, version: str) -> None:
         """Delete a version that is not the current one."""
-        await self._client.delete(f"{PATH}/{name}/versions/{version}", cast_to=object)
+        await self._client.delete(route(PATH, name, "versions", version), cast_to=object)
 
     async def add_cases(
         self, name: str, cases: str | Path | Iterable[Mapping[str, Any]]
@@ -120,7 +122,7 @@ class AsyncGraders(OpenAIAsyncGraders):
                 cases as `cases` returns them.
         """
         body = {"cases": await asyncio.to_thread(golden_cases, cases)}
-        page: Any = await self._client.post(f"{PATH}/{name}/cases", body=body, cast_to=object)
+        page: Any = await self._client.post(route(PATH, name, "cases"), body=body, cast_to=object)
         return [GoldenCase.construct(**one) for one in page["data"]]
 
     def cases(
@@ -128,21 +130,21 @@ class AsyncGraders(OpenAIAsyncGraders):
     ) -> "AsyncPaginator[GoldenCase, AsyncCursorPage[GoldenCase]]":
         """The golden cases, oldest first."""
         return self._client.get_api_list(
-            f"{PATH}/{name}/cases",
+            route(PATH, name, "cases"),
             page=AsyncCursorPage[GoldenCase],
             model=GoldenCase,
             options=listed(after, limit),
         )
 
     async def delete_case(self, name: str, case_id: str) -> None:
-        await self._client.delete(f"{PATH}/{name}/cases/{case_id}", cast_to=object)
+        await self._client.delete(route(PATH, name, "cases", case_id), cast_to=object)
 
     async def check(
         self, name: str, *, grader: Source | None = None, version: str | None = None
     ) -> GraderCheck:
         """Run all golden cases: with a grader that is not saved, with a version, or with the current version."""
         body = await asyncio.to_thread(what_to_check, name, grader, version)
-        return await self._client.post(f"{PATH}/{name}/check", body=body, cast_to=GraderCheck)
+        return await self._client.post(route(PATH, name, "check"), body=body, cast_to=GraderCheck)
 
 
 def read_cases(source: str | Path | Iterable[Mapping[str, Any]]) -> list[Case]:

@@ -22,6 +22,7 @@ from regraft.literals import Method, Split
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
 from regraft.resources.waiting import retry_in
+from regraft.routes import listed, route
 from regraft.types import Curve, JobComparison, JobLedger, Verdict
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Cursor:
 
     @property
     def path(self) -> str:
-        return f"/regraft/jobs/{self.job_id}/stream?progress=true"
+        return route("/regraft/jobs", self.job_id, "stream") + "?progress=true"
 
     @property
     def options(self) -> Any:
@@ -127,12 +128,12 @@ class AsyncJobs(OpenAIAsyncJobs):
         Raises:
             InvalidRequestFile: the job's grader has secrets, which the server does not show. Pass a `grader`.
         """
-        asked: Any = await self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
+        asked: Any = await self._client.get(route("/regraft/jobs", job_id, "request"), cast_to=object)
         return await self._create(_changed(asked, set, grader))
 
     async def curves(self, job_ids: Sequence[str]) -> list[Curve]:
         """Return the validations of up to 100 jobs as short curves, in the order of the ids."""
-        return (await self._client.get(f"/regraft/curves?jobs={','.join(job_ids)}", cast_to=Curves)).data
+        return (await self._client.get(f"/regraft/curves?jobs={listed(job_ids)}", cast_to=Curves)).data
 
     async def compare(self, first: str, *others: str) -> JobComparison:
         """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
@@ -140,11 +141,11 @@ class AsyncJobs(OpenAIAsyncJobs):
 
     async def ledger(self, job_id: str) -> JobLedger:
         """Return what the tokens and the GPU time of a job taught, by step and in all."""
-        return await self._client.get(f"/regraft/jobs/{job_id}/ledger", cast_to=JobLedger)
+        return await self._client.get(route("/regraft/jobs", job_id, "ledger"), cast_to=JobLedger)
 
     async def ledger_csv(self, job_id: str) -> str:
         """Return the ledger as CSV, with a row for each step and bucket."""
-        return await self._client.get(f"/regraft/jobs/{job_id}/ledger/download", cast_to=str)
+        return await self._client.get(route("/regraft/jobs", job_id, "ledger", "download"), cast_to=str)
 
     async def watch(self, job_id: str, *, after: str | None = None) -> AsyncIterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
@@ -182,18 +183,27 @@ class AsyncJobs(OpenAIAsyncJobs):
         return verdict_of(await self.retrieve(job_id))
 
     @overload
-    async def metrics(self, job_id: str, *, frame: Literal[True]) -> "pandas.DataFrame": ...
+    async def metrics(
+        self, job_id: str, *, frame: Literal[True], names: Sequence[str] = ()
+    ) -> "pandas.DataFrame": ...
     @overload
-    async def metrics(self, job_id: str, *, frame: Literal[False]) -> Steps: ...
+    async def metrics(self, job_id: str, *, frame: Literal[False], names: Sequence[str] = ()) -> Steps: ...
     @overload
-    async def metrics(self, job_id: str, *, frame: None = None) -> Any: ...
-    async def metrics(self, job_id: str, *, frame: bool | None = None) -> Any:
+    async def metrics(self, job_id: str, *, frame: None = None, names: Sequence[str] = ()) -> Any: ...
+    async def metrics(self, job_id: str, *, frame: bool | None = None, names: Sequence[str] = ()) -> Any:
         """One row per step: a DataFrame indexed by step if pandas is installed, else a list of dicts.
 
-        `frame` selects one of the two. Nested numbers become columns such as "timing.step.eval".
+        Args:
+            frame: selects one of the two. Nested numbers become columns such as "timing.step.eval".
+            names: only these metrics, such as "kl" or "timing.step"; default: all.
+
+        Raises:
+            openai.BadRequestError: there is no such metric.
         """
-        listed: Any = await self._client.get(f"/regraft/jobs/{job_id}/metrics", cast_to=object)
-        return _framed(listed["data"], frame)
+        options: Any = {"params": {"names": ",".join(names)} if names else {}}
+        path = route("/regraft/jobs", job_id, "metrics")
+        found: Any = await self._client.get(path, cast_to=object, options=options)
+        return _framed(found["data"], frame)
 
     async def _create(self, body: dict[str, Any]) -> FineTuningJob:
         return await self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())
@@ -244,7 +254,7 @@ def validate_local(job: JobRequest) -> None:
 
 
 def _comparison(first: str, others: Sequence[str]) -> str:
-    return f"/regraft/jobs/{first}/compare?other={','.join(others)}"
+    return route("/regraft/jobs", first, "compare") + f"?other={listed(others)}"
 
 
 def _once() -> Any:

@@ -11,6 +11,7 @@ from openai.pagination import AsyncCursorPage
 from regraft.requests import PipelineRequest, Source, read_pipeline
 from regraft.resources.jobs import validate_local
 from regraft.resources.waiting import AsyncWaiting
+from regraft.routes import route
 from regraft.types import Pipeline
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class AsyncPipelines:
         )
 
     async def retrieve(self, pipeline_id: str) -> Pipeline:
-        return await self._client.get(f"{PATH}/{pipeline_id}", cast_to=Pipeline)
+        return await self._client.get(route(PATH, pipeline_id), cast_to=Pipeline)
 
     async def wait(
         self,
@@ -107,25 +108,25 @@ class AsyncPipelines:
 
     async def cancel(self, pipeline_id: str) -> Pipeline:
         """Cancel it and the jobs of its running stages."""
-        return await self._post(f"/{pipeline_id}/cancel")
+        return await self._post(route(PATH, pipeline_id, "cancel"))
 
     async def pause(self, pipeline_id: str) -> Pipeline:
         """Start no further stage, and pause the running jobs."""
-        return await self._post(f"/{pipeline_id}/pause")
+        return await self._post(route(PATH, pipeline_id, "pause"))
 
     async def resume(self, pipeline_id: str) -> Pipeline:
-        return await self._post(f"/{pipeline_id}/resume")
+        return await self._post(route(PATH, pipeline_id, "resume"))
 
     async def retry(self, pipeline_id: str) -> Pipeline:
         """Start its failed and cancelled stages again."""
-        return await self._post(f"/{pipeline_id}/retry")
+        return await self._post(route(PATH, pipeline_id, "retry"))
 
     async def clone(self, pipeline_id: str, *, first: str | None = None, name: str | None = None) -> Pipeline:
         """Create a copy. Stages before `first` keep their results; without it all start again."""
-        return await self._post(f"/{pipeline_id}/clone", {"from": first, "name": name})
+        return await self._post(route(PATH, pipeline_id, "clone"), {"from": first, "name": name})
 
     async def _post(self, path: str, body: object = None) -> Pipeline:
-        return await self._client.post(PATH + path, body=body, cast_to=Pipeline)
+        return await self._client.post(path, body=body, cast_to=Pipeline)
 
 
 # After any other error, such as a lost connection, the server may have created the pipeline.

@@ -8,6 +8,7 @@ from openai.pagination import AsyncCursorPage
 
 from regraft.requests import Source
 from regraft.resources.waiting import AsyncWaiting
+from regraft.routes import route
 from regraft.types import Preview, PreviewAnswer
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class AsyncPreviews:
         return self._client.get_api_list(PATH, page=AsyncCursorPage[Preview], model=Preview, options=options)
 
     async def retrieve(self, preview_id: str) -> Preview:
-        return await self._client.get(f"{PATH}/{preview_id}", cast_to=Preview)
+        return await self._client.get(route(PATH, preview_id), cast_to=Preview)
 
     async def wait(
         self,
@@ -60,18 +61,18 @@ class AsyncPreviews:
     ) -> "AsyncPaginator[PreviewAnswer, AsyncCursorPage[PreviewAnswer]]":
         """The answers and grades of a completed preview, by line."""
         return self._client.get_api_list(
-            f"{PATH}/{preview_id}/answers",
+            route(PATH, preview_id, "answers"),
             page=AsyncCursorPage[PreviewAnswer],
             model=PreviewAnswer,
             options=_listed(after, limit),
         )
 
     async def cancel(self, preview_id: str) -> Preview:
-        return await self._client.post(f"{PATH}/{preview_id}/cancel", cast_to=Preview)
+        return await self._client.post(route(PATH, preview_id, "cancel"), cast_to=Preview)
 
     async def delete(self, preview_id: str) -> None:
         """Delete a preview and its answers. One in progress is canceled."""
-        await self._client.delete(f"{PATH}/{preview_id}", cast_to=object)
+        await self._client.delete(route(PATH, preview_id), cast_to=object)
 
 
 def with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:

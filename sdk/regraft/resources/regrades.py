@@ -9,6 +9,7 @@ from openai.pagination import AsyncCursorPage
 from regraft.literals import Change, Split
 from regraft.requests import Source, read_grader
 from regraft.resources.waiting import AsyncWaiting
+from regraft.routes import route
 from regraft.types import Regrade, RegradedAnswer
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class AsyncRegrades:
         """
         spec = await asyncio.to_thread(read_grader, grader)
         body = _body(spec, split, step_from, step_to, name, max_tokens)
-        return await self._client.post(f"/regraft/jobs/{job_id}/regrade", body=body, cast_to=Regrade)
+        return await self._client.post(route("/regraft/jobs", job_id, "regrade"), body=body, cast_to=Regrade)
 
     def list(
         self, job_id: str, *, after: str | None = None, limit: int = 20
@@ -56,7 +57,7 @@ class AsyncRegrades:
         )
 
     async def retrieve(self, job_id: str, regrade_id: str) -> Regrade:
-        return await self._client.get(f"{_path(job_id)}/{regrade_id}", cast_to=Regrade)
+        return await self._client.get(route(_path(job_id), regrade_id), cast_to=Regrade)
 
     async def wait(
         self,
@@ -82,7 +83,7 @@ class AsyncRegrades:
     ) -> "AsyncPaginator[RegradedAnswer, AsyncCursorPage[RegradedAnswer]]":
         """The answers with both scores, by step; those that a running regrade has graded so far."""
         return self._client.get_api_list(
-            f"{_path(job_id)}/{regrade_id}/answers",
+            route(_path(job_id), regrade_id, "answers"),
             page=AsyncCursorPage[RegradedAnswer],
             model=RegradedAnswer,
             options=_listed(after, limit, change),
@@ -90,14 +91,14 @@ class AsyncRegrades:
 
     async def cancel(self, job_id: str, regrade_id: str) -> Regrade:
         """Cancel immediately. The answers so far are kept."""
-        return await self._client.post(f"{_path(job_id)}/{regrade_id}/cancel", cast_to=Regrade)
+        return await self._client.post(route(_path(job_id), regrade_id, "cancel"), cast_to=Regrade)
 
     async def delete(self, job_id: str, regrade_id: str) -> None:
-        await self._client.delete(f"{_path(job_id)}/{regrade_id}", cast_to=object)
+        await self._client.delete(route(_path(job_id), regrade_id), cast_to=object)
 
 
 def _path(job_id: str) -> str:
-    return f"/regraft/jobs/{job_id}/regrades"
+    return route("/regraft/jobs", job_id, "regrades")
 
 
 def _body(

@@ -17,6 +17,7 @@ from regraft.literals import (
     Sort,
     Split,
 )
+from regraft.routes import route
 from regraft.saving import async_chunks, atomic_file
 from regraft.types import PromptHistory, Rollout, RolloutTokens, WhatIf
 
@@ -67,20 +68,21 @@ class AsyncRollouts:
         job_id: str,
         *,
         limit: int | None = None,
+        after: str | None = None,
         order: Order | None = None,
         sort: Sort | None = None,
         **filters: Unpack[Filters],
     ) -> "AsyncPaginator[Rollout, AsyncCursorPage[Rollout]]":
         """A page of answers, ordered by step or `sort`; iterating over it fetches all pages.
 
-        With `sort`, answers without the value come last.
+        With `sort`, answers without the value come last. A page continues after the id `after`.
         A page has at most `limit` answers: by default 100, at most 1000; with `step`, by default all of that step.
         """
         return self._client.get_api_list(
             _path(job_id),
             model=Rollout,
             page=AsyncCursorPage[Rollout],
-            options=_asking(filters, limit=limit, order=order, sort=sort),
+            options=_asking(filters, limit=limit, after=after, order=order, sort=sort),
         )
 
     def prompts(
@@ -114,7 +116,7 @@ class AsyncRollouts:
             "limit": limit,
         }
         return self._client.get_api_list(
-            f"{_path(job_id)}/prompts",
+            route(_path(job_id), "prompts"),
             model=PromptHistory,
             page=AsyncPromptPage,
             options=_asking({}, **options),
@@ -139,7 +141,7 @@ class AsyncRollouts:
             openai.BadRequestError: the job has no multi grader, or the formula is invalid.
         """
         options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
-        return await self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
+        return await self._client.get(route(_path(job_id), "what-if"), cast_to=WhatIf, options=options)
 
     async def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
         """The log-probability, advantage and sampler gap of each token of an answer.
@@ -147,7 +149,7 @@ class AsyncRollouts:
         Raises:
             openai.NotFoundError: they are not stored. Answers that have them are listed with `has_tokens=True`.
         """
-        return await self._client.get(f"{_path(job_id)}/{rollout_id}/tokens", cast_to=RolloutTokens)
+        return await self._client.get(route(_path(job_id), rollout_id, "tokens"), cast_to=RolloutTokens)
 
     async def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]
@@ -161,7 +163,7 @@ class AsyncRollouts:
         """
         target = Path(path)
         async with await self._client.get(
-            f"{_path(job_id)}/download",
+            route(_path(job_id), "download"),
             cast_to=object,
             options=_asking(filters, format=format) | {"timeout": SILENCE_SECONDS},
             stream=True,
@@ -174,7 +176,7 @@ class AsyncRollouts:
 
 
 def _path(job_id: str) -> str:
-    return f"/regraft/jobs/{job_id}/rollouts"
+    return route("/regraft/jobs", job_id, "rollouts")
 
 
 def _what_if(

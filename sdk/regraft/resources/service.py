@@ -1,5 +1,7 @@
 """Usage, and for operators the workers and queues of the service."""
 
+from urllib.parse import quote
+
 from openai import AsyncOpenAI, BaseModel
 
 from regraft.literals import Projects
@@ -39,4 +41,4 @@ class AsyncService:
 
 
 def _usage(by: str, days: int, projects: Projects) -> str:
-    return f"/regraft/usage?by={by}&days={days}&projects={projects}"
+    return f"/regraft/usage?by={quote(by)}&days={days}&projects={projects}"

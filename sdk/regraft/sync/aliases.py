@@ -4,6 +4,7 @@ from openai import OpenAI
 from openai.pagination import SyncCursorPage
 
 from regraft.resources.aliases import PATH, _listed
+from regraft.routes import route
 from regraft.types import Alias, AliasChange
 
 
@@ -24,12 +25,12 @@ class Aliases:
         return self._client.get_api_list(PATH, page=SyncCursorPage[Alias], model=Alias, options=options)
 
     def retrieve(self, name: str) -> Alias:
-        return self._client.get(f"{PATH}/{name}", cast_to=Alias)
+        return self._client.get(route(PATH, name), cast_to=Alias)
 
     def history(self, name: str, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[AliasChange]:
         """Who pointed it from which model at which, newest first; also of a deleted alias."""
         return self._client.get_api_list(
-            f"{PATH}/{name}/history",
+            route(PATH, name, "history"),
             page=SyncCursorPage[AliasChange],
             model=AliasChange,
             options=_listed(after, limit),
@@ -37,8 +38,8 @@ class Aliases:
 
     def rollback(self, name: str) -> Alias:
         """Point an alias at its previous model again. A second rollback undoes the first."""
-        return self._client.post(f"{PATH}/{name}/rollback", cast_to=Alias)
+        return self._client.post(route(PATH, name, "rollback"), cast_to=Alias)
 
     def delete(self, name: str) -> None:
         """Delete an alias. Its model is kept."""
-        self._client.delete(f"{PATH}/{name}", cast_to=object)
+        self._client.delete(route(PATH, name), cast_to=object)

@@ -14,6 +14,7 @@ from regraft.literals import FileMethod
 from regraft.requests import Source
 from regraft.resources.previews import PATH as PREVIEWS
 from regraft.resources.waiting import refuse_failed
+from regraft.routes import route
 from regraft.sync.aliases import Aliases
 from regraft.sync.checkpoints import Checkpoints
 from regraft.sync.evals import Evals
@@ -129,7 +130,7 @@ class Regraft(openai.OpenAI):
         """
         body = _profile(model, method, validation_file, grader, max_completion_tokens)
         try:
-            return self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
+            return self.post(route("/regraft/files", file_id, "profile"), body=body, cast_to=FileProfile)
         except NotSupportedByServer as old:
             raise _too_old("profile", old, "files") from old
 

@@ -9,6 +9,7 @@ from openai.pagination import SyncCursorPage
 from regraft.requests import Source
 from regraft.resources.grader_audits import CREATE, PATH, POLL_SECONDS, audit_body
 from regraft.resources.stored_graders import listed
+from regraft.routes import route
 from regraft.sync.waiting import Waiting
 from regraft.types import GraderAudit
 
@@ -50,7 +51,7 @@ class GraderAudits:
         )
 
     def retrieve(self, audit_id: str) -> GraderAudit:
-        return self._client.get(f"{PATH}/{audit_id}", cast_to=GraderAudit)
+        return self._client.get(route(PATH, audit_id), cast_to=GraderAudit)
 
     def wait(
         self,
@@ -65,8 +66,8 @@ class GraderAudits:
         )
 
     def cancel(self, audit_id: str) -> GraderAudit:
-        return self._client.post(f"{PATH}/{audit_id}/cancel", cast_to=GraderAudit)
+        return self._client.post(route(PATH, audit_id, "cancel"), cast_to=GraderAudit)
 
     def delete(self, audit_id: str) -> None:
         """Delete an audit. One in progress is canceled. Versions of stored graders keep its result."""
-        self._client.delete(f"{PATH}/{audit_id}", cast_to=object)
+        self._client.delete(route(PATH, audit_id), cast_to=object)

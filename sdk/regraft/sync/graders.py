@@ -12,6 +12,7 @@ from regraft.requests import Source, read_grader
 from regraft.resources import stored_graders
 from regraft.resources.graders import AT_ONCE, Case, GraderTest, judged, read_cases
 from regraft.resources.stored_graders import PATH, golden_cases, listed, what_to_check
+from regraft.routes import route
 from regraft.types import GoldenCase, GraderCheck, GraderVersion, StoredGrader
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Graders(OpenAIGraders):
         Raises:
             InvalidRequestFile: a row has no `sample`, or the file is not JSONL.
         """
-        spec, rows = read_grader(grader), read_cases(cases)
+        spec = read_grader(grader)
+        rows = read_cases(cases)
 
         def grade(case: Case) -> GraderTest:
             body = {"grader": spec, "model_sample": case.sample, "item": case.item}
@@ -51,18 +53,18 @@ class Graders(OpenAIGraders):
 
     def retrieve(self, name: str) -> StoredGrader:
         """Raises regraft.GraderNotFound."""
-        return self._client.get(f"{PATH}/{name}", cast_to=StoredGrader)
+        return self._client.get(route(PATH, name), cast_to=StoredGrader)
 
     def delete(self, name: str) -> None:
         """Delete a grader, its versions and its golden cases. Jobs that were created with it keep its content."""
-        self._client.delete(f"{PATH}/{name}", cast_to=object)
+        self._client.delete(route(PATH, name), cast_to=object)
 
     def versions(
         self, name: str, *, after: str | None = None, limit: int = 20
     ) -> SyncCursorPage[GraderVersion]:
         """Newest first."""
         return self._client.get_api_list(
-            f"{PATH}/{name}/versions",
+            route(PATH, name, "versions"),
             page=SyncCursorPage[GraderVersion],
             model=GraderVersion,
             options=listed(after, limit),
@@ -70,11 +72,11 @@ class Graders(OpenAIGraders):
 
     def version(self, name: str, version: str) -> GraderVersion:
         """One version by its hash, or by at least 8 characters of it."""
-        return self._client.get(f"{PATH}/{name}/versions/{version}", cast_to=GraderVersion)
+        return self._client.get(route(PATH, name, "versions", version), cast_to=GraderVersion)
 
     def delete_version(self, name: str, version: str) -> None:
         """Delete a version that is not the current one."""
-        self._client.delete(f"{PATH}/{name}/versions/{version}", cast_to=object)
+        self._client.delete(route(PATH, name, "versions", version), cast_to=object)
 
     def add_cases(
         self, name: str, cases: str | Path | Iterable[Mapping[str, Any]]
@@ -86,22 +88,22 @@ class Graders(OpenAIGraders):
                 cases as `cases` returns them.
         """
         body = {"cases": golden_cases(cases)}
-        page: Any = self._client.post(f"{PATH}/{name}/cases", body=body, cast_to=object)
+        page: Any = self._client.post(route(PATH, name, "cases"), body=body, cast_to=object)
         return [GoldenCase.construct(**one) for one in page["data"]]
 
     def cases(self, name: str, *, after: str | None = None, limit: int = 100) -> SyncCursorPage[GoldenCase]:
         """The golden cases, oldest first."""
         return self._client.get_api_list(
-            f"{PATH}/{name}/cases",
+            route(PATH, name, "cases"),
             page=SyncCursorPage[GoldenCase],
             model=GoldenCase,
             options=listed(after, limit),
         )
 
     def delete_case(self, name: str, case_id: str) -> None:
-        self._client.delete(f"{PATH}/{name}/cases/{case_id}", cast_to=object)
+        self._client.delete(route(PATH, name, "cases", case_id), cast_to=object)
 
     def check(self, name: str, *, grader: Source | None = None, version: str | None = None) -> GraderCheck:
         """Run all golden cases: with a grader that is not saved, with a version, or with the current version."""
         body = what_to_check(name, grader, version)
-        return self._client.post(f"{PATH}/{name}/check", body=body, cast_to=GraderCheck)
+        return self._client.post(route(PATH, name, "check"), body=body, cast_to=GraderCheck)

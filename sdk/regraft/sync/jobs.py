@@ -30,6 +30,7 @@ from regraft.resources.jobs import (
     validate_local,
     validation,
 )
+from regraft.routes import listed, route
 from regraft.types import Curve, JobComparison, JobLedger, Verdict
 
 if TYPE_CHECKING:
@@ -80,12 +81,12 @@ class Jobs(OpenAIJobs):
         Raises:
             InvalidRequestFile: the job's grader has secrets, which the server does not show. Pass a `grader`.
         """
-        asked: Any = self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
+        asked: Any = self._client.get(route("/regraft/jobs", job_id, "request"), cast_to=object)
         return self._create(_changed(asked, set, grader))
 
     def curves(self, job_ids: Sequence[str]) -> list[Curve]:
         """Return the validations of up to 100 jobs as short curves, in the order of the ids."""
-        return self._client.get(f"/regraft/curves?jobs={','.join(job_ids)}", cast_to=Curves).data
+        return self._client.get(f"/regraft/curves?jobs={listed(job_ids)}", cast_to=Curves).data
 
     def compare(self, first: str, *others: str) -> JobComparison:
         """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
@@ -93,11 +94,11 @@ class Jobs(OpenAIJobs):
 
     def ledger(self, job_id: str) -> JobLedger:
         """Return what the tokens and the GPU time of a job taught, by step and in all."""
-        return self._client.get(f"/regraft/jobs/{job_id}/ledger", cast_to=JobLedger)
+        return self._client.get(route("/regraft/jobs", job_id, "ledger"), cast_to=JobLedger)
 
     def ledger_csv(self, job_id: str) -> str:
         """Return the ledger as CSV, with a row for each step and bucket."""
-        return self._client.get(f"/regraft/jobs/{job_id}/ledger/download", cast_to=str)
+        return self._client.get(route("/regraft/jobs", job_id, "ledger", "download"), cast_to=str)
 
     def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
@@ -135,18 +136,27 @@ class Jobs(OpenAIJobs):
         return verdict_of(self.retrieve(job_id))
 
     @overload
-    def metrics(self, job_id: str, *, frame: Literal[True]) -> "pandas.DataFrame": ...
+    def metrics(
+        self, job_id: str, *, frame: Literal[True], names: Sequence[str] = ()
+    ) -> "pandas.DataFrame": ...
     @overload
-    def metrics(self, job_id: str, *, frame: Literal[False]) -> Steps: ...
+    def metrics(self, job_id: str, *, frame: Literal[False], names: Sequence[str] = ()) -> Steps: ...
     @overload
-    def metrics(self, job_id: str, *, frame: None = None) -> Any: ...
-    def metrics(self, job_id: str, *, frame: bool | None = None) -> Any:
+    def metrics(self, job_id: str, *, frame: None = None, names: Sequence[str] = ()) -> Any: ...
+    def metrics(self, job_id: str, *, frame: bool | None = None, names: Sequence[str] = ()) -> Any:
         """One row per step: a DataFrame indexed by step if pandas is installed, else a list of dicts.
 
-        `frame` selects one of the two. Nested numbers become columns such as "timing.step.eval".
+        Args:
+            frame: selects one of the two. Nested numbers become columns such as "timing.step.eval".
+            names: only these metrics, such as "kl" or "timing.step"; default: all.
+
+        Raises:
+            openai.BadRequestError: there is no such metric.
         """
-        listed: Any = self._client.get(f"/regraft/jobs/{job_id}/metrics", cast_to=object)
-        return _framed(listed["data"], frame)
+        options: Any = {"params": {"names": ",".join(names)} if names else {}}
+        path = route("/regraft/jobs", job_id, "metrics")
+        found: Any = self._client.get(path, cast_to=object, options=options)
+        return _framed(found["data"], frame)
 
     def _create(self, body: dict[str, Any]) -> FineTuningJob:
         return self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())

@@ -10,6 +10,7 @@ from openai.pagination import SyncCursorPage
 
 from regraft.requests import Source, read_pipeline
 from regraft.resources.pipelines import ENDS, PATH, POLL_SECONDS, _listed, _unused, _validate_local
+from regraft.routes import route
 from regraft.sync.waiting import Waiting
 from regraft.types import Pipeline
 
@@ -78,7 +79,7 @@ class Pipelines:
         )
 
     def retrieve(self, pipeline_id: str) -> Pipeline:
-        return self._client.get(f"{PATH}/{pipeline_id}", cast_to=Pipeline)
+        return self._client.get(route(PATH, pipeline_id), cast_to=Pipeline)
 
     def wait(
         self,
@@ -94,22 +95,22 @@ class Pipelines:
 
     def cancel(self, pipeline_id: str) -> Pipeline:
         """Cancel it and the jobs of its running stages."""
-        return self._post(f"/{pipeline_id}/cancel")
+        return self._post(route(PATH, pipeline_id, "cancel"))
 
     def pause(self, pipeline_id: str) -> Pipeline:
         """Start no further stage, and pause the running jobs."""
-        return self._post(f"/{pipeline_id}/pause")
+        return self._post(route(PATH, pipeline_id, "pause"))
 
     def resume(self, pipeline_id: str) -> Pipeline:
-        return self._post(f"/{pipeline_id}/resume")
+        return self._post(route(PATH, pipeline_id, "resume"))
 
     def retry(self, pipeline_id: str) -> Pipeline:
         """Start its failed and cancelled stages again."""
-        return self._post(f"/{pipeline_id}/retry")
+        return self._post(route(PATH, pipeline_id, "retry"))
 
     def clone(self, pipeline_id: str, *, first: str | None = None, name: str | None = None) -> Pipeline:
         """Create a copy. Stages before `first` keep their results; without it all start again."""
-        return self._post(f"/{pipeline_id}/clone", {"from": first, "name": name})
+        return self._post(route(PATH, pipeline_id, "clone"), {"from": first, "name": name})
 
     def _post(self, path: str, body: object = None) -> Pipeline:
-        return self._client.post(PATH + path, body=body, cast_to=Pipeline)
+        return self._client.post(path, body=body, cast_to=Pipeline)

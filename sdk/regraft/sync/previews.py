@@ -8,6 +8,7 @@ from openai.pagination import SyncCursorPage
 
 from regraft.requests import Source
 from regraft.resources.previews import PATH, POLL_SECONDS, _listed, with_sizes
+from regraft.routes import route
 from regraft.sync.waiting import Waiting
 from regraft.types import Preview, PreviewAnswer
 
@@ -33,7 +34,7 @@ class Previews:
         return self._client.get_api_list(PATH, page=SyncCursorPage[Preview], model=Preview, options=options)
 
     def retrieve(self, preview_id: str) -> Preview:
-        return self._client.get(f"{PATH}/{preview_id}", cast_to=Preview)
+        return self._client.get(route(PATH, preview_id), cast_to=Preview)
 
     def wait(
         self,
@@ -52,15 +53,15 @@ class Previews:
     ) -> SyncCursorPage[PreviewAnswer]:
         """The answers and grades of a completed preview, by line."""
         return self._client.get_api_list(
-            f"{PATH}/{preview_id}/answers",
+            route(PATH, preview_id, "answers"),
             page=SyncCursorPage[PreviewAnswer],
             model=PreviewAnswer,
             options=_listed(after, limit),
         )
 
     def cancel(self, preview_id: str) -> Preview:
-        return self._client.post(f"{PATH}/{preview_id}/cancel", cast_to=Preview)
+        return self._client.post(route(PATH, preview_id, "cancel"), cast_to=Preview)
 
     def delete(self, preview_id: str) -> None:
         """Delete a preview and its answers. One in progress is canceled."""
-        self._client.delete(f"{PATH}/{preview_id}", cast_to=object)
+        self._client.delete(route(PATH, preview_id), cast_to=object)

@@ -9,6 +9,7 @@ from openai.pagination import SyncCursorPage
 from regraft.literals import Change, Split
 from regraft.requests import Source, read_grader
 from regraft.resources.regrades import ENDED, POLL_SECONDS, _body, _listed, _path
+from regraft.routes import route
 from regraft.sync.waiting import Waiting
 from regraft.types import Regrade, RegradedAnswer
 
@@ -42,7 +43,7 @@ class Regrades:
         """
         spec = read_grader(grader)
         body = _body(spec, split, step_from, step_to, name, max_tokens)
-        return self._client.post(f"/regraft/jobs/{job_id}/regrade", body=body, cast_to=Regrade)
+        return self._client.post(route("/regraft/jobs", job_id, "regrade"), body=body, cast_to=Regrade)
 
     def list(self, job_id: str, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Regrade]:
         """Newest first."""
@@ -51,7 +52,7 @@ class Regrades:
         )
 
     def retrieve(self, job_id: str, regrade_id: str) -> Regrade:
-        return self._client.get(f"{_path(job_id)}/{regrade_id}", cast_to=Regrade)
+        return self._client.get(route(_path(job_id), regrade_id), cast_to=Regrade)
 
     def wait(
         self,
@@ -77,7 +78,7 @@ class Regrades:
     ) -> SyncCursorPage[RegradedAnswer]:
         """The answers with both scores, by step; those that a running regrade has graded so far."""
         return self._client.get_api_list(
-            f"{_path(job_id)}/{regrade_id}/answers",
+            route(_path(job_id), regrade_id, "answers"),
             page=SyncCursorPage[RegradedAnswer],
             model=RegradedAnswer,
             options=_listed(after, limit, change),
@@ -85,7 +86,7 @@ class Regrades:
 
     def cancel(self, job_id: str, regrade_id: str) -> Regrade:
         """Cancel immediately. The answers so far are kept."""
-        return self._client.post(f"{_path(job_id)}/{regrade_id}/cancel", cast_to=Regrade)
+        return self._client.post(route(_path(job_id), regrade_id, "cancel"), cast_to=Regrade)
 
     def delete(self, job_id: str, regrade_id: str) -> None:
-        self._client.delete(f"{_path(job_id)}/{regrade_id}", cast_to=object)
+        self._client.delete(route(_path(job_id), regrade_id), cast_to=object)

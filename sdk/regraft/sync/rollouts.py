@@ -8,6 +8,7 @@ from openai.pagination import SyncCursorPage
 
 from regraft.literals import AdvantageScale, Format, Order, Outcome, PromptSort, Sort, Split
 from regraft.resources.rollouts import SILENCE_SECONDS, Filters, _asking, _path, _what_if
+from regraft.routes import route
 from regraft.saving import atomic_file, chunks
 from regraft.types import PromptHistory, Rollout, RolloutTokens, WhatIf
 
@@ -36,20 +37,21 @@ class Rollouts:
         job_id: str,
         *,
         limit: int | None = None,
+        after: str | None = None,
         order: Order | None = None,
         sort: Sort | None = None,
         **filters: Unpack[Filters],
     ) -> SyncCursorPage[Rollout]:
         """A page of answers, ordered by step or `sort`; iterating over it fetches all pages.
 
-        With `sort`, answers without the value come last.
+        With `sort`, answers without the value come last. A page continues after the id `after`.
         A page has at most `limit` answers: by default 100, at most 1000; with `step`, by default all of that step.
         """
         return self._client.get_api_list(
             _path(job_id),
             model=Rollout,
             page=SyncCursorPage[Rollout],
-            options=_asking(filters, limit=limit, order=order, sort=sort),
+            options=_asking(filters, limit=limit, after=after, order=order, sort=sort),
         )
 
     def prompts(
@@ -83,7 +85,7 @@ class Rollouts:
             "limit": limit,
         }
         return self._client.get_api_list(
-            f"{_path(job_id)}/prompts",
+            route(_path(job_id), "prompts"),
             model=PromptHistory,
             page=PromptPage,
             options=_asking({}, **options),
@@ -108,7 +110,7 @@ class Rollouts:
             openai.BadRequestError: the job has no multi grader, or the formula is invalid.
         """
         options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
-        return self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
+        return self._client.get(route(_path(job_id), "what-if"), cast_to=WhatIf, options=options)
 
     def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
         """The log-probability, advantage and sampler gap of each token of an answer.
@@ -116,7 +118,7 @@ class Rollouts:
         Raises:
             openai.NotFoundError: they are not stored. Answers that have them are listed with `has_tokens=True`.
         """
-        return self._client.get(f"{_path(job_id)}/{rollout_id}/tokens", cast_to=RolloutTokens)
+        return self._client.get(route(_path(job_id), rollout_id, "tokens"), cast_to=RolloutTokens)
 
     def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]
@@ -130,7 +132,7 @@ class Rollouts:
         """
         target = Path(path)
         with self._client.get(
-            f"{_path(job_id)}/download",
+            route(_path(job_id), "download"),
             cast_to=object,
             options=_asking(filters, format=format) | {"timeout": SILENCE_SECONDS},
             stream=True,
