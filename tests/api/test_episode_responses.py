@@ -176,7 +176,7 @@ print(asyncio.run(play(episode)))
 @pytest.mark.timeout(900)
 def test_the_agents_sdk_plays_as_the_page_shows(house: House, tmp_path: Path) -> None:
     run_pip("install", "--target", str(tmp_path), "openai-agents==0.24.0")
-    page = (ROOT / "docs/howto/agents.md").read_text()
+    page = (ROOT / "docs/howto/own-agent.md").read_text()
     [shown] = [
         block for block in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "import Agent" in block
     ]
