@@ -180,7 +180,7 @@ def test_a_thought_belongs_to_the_answer() -> None:
 def test_an_answer_may_quote_the_result_of_a_tool() -> None:
     results = ({"role": "tool", "tool_call_id": "c", "content": "Это четыре"},)
     quoting = Rollout(
-        (1,), (-0.5,), "It says: четыре", "stop", episode=Episode(results, (), "ready", "trace")
+        (1,), (-0.5,), "It says: четыре", "stop", episode=Episode(results, (), "final", "trace")
     )
 
     assert mixed(quoting) == [False]
