@@ -652,6 +652,7 @@ SENTENCES = {
         ("step", "rule", "threshold"),
     ),
     "Early stops": ("worker/recording/stopping.py", "info", ("step",)),
+    "Alarms that a job is too small for": ("core/jobs/alarm_sizes.py", "warn", ()),
     "Pauses at an alarm": ("worker/recording/exploits.py", "warn", ()),
 }
 # Data that an event has from elsewhere, and the file whose variables `data` it is.
@@ -732,11 +733,13 @@ def texts_of(scope: list[ast.AST], message: ast.expr) -> Iterator[str]:
 
 
 def sentences_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(sentence, keys of the data) of each `return sentence, {...}`, `Stop(sentence, {...})` and
+    """(sentence, keys of the data) of each `return sentence, {...}`, `return [sentence]`, `Stop(sentence, {...})` and
     `Pause(sentence, {...})`."""
     for node in ast.walk(tree):
         parts: list[ast.expr] = []
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.List) and len(node.value.elts) == 1:
+            parts = [*node.value.elts, ast.Dict([], [])]
+        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
             parts = node.value.elts
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Stop", "Pause"):
             parts = node.args

@@ -271,12 +271,12 @@ class StepMetrics(_Part):
     )
     same_answers_share: float | None = metric(
         "Share of the pairs of answers to different prompts that are the same, apart from case and spaces; null with "
-        "fewer than 8 prompts.",
+        "fewer than 8 different prompts that have answers with text.",
         csv=True,
     )
     foreign_script_share: float | None = metric(
-        "Share of the answers in which a tenth of the letters is of scripts that neither the prompt nor the row has. "
-        "Latin letters are expected everywhere.",
+        "Share of the answers in which a tenth of the letters, those of the thought included, is of scripts that "
+        "neither the row nor a result of a tool has. Latin letters are expected everywhere.",
         csv=True,
     )
     groups_ungraded_share: float | None = metric("Share of the groups with fewer than two graded answers.")

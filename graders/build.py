@@ -187,7 +187,7 @@ def alarms_of(spec: GraderSpec, *, has_shadow: bool) -> list[str]:
     """Return the alarms (docs/howto/signal.md) that a job with this grader can raise, if it is large enough."""
     allowed = {
         "shadow_divergence": has_shadow,
-        "one_sided_gain": len(weights_of_parts(spec)) > 1,
+        "one_sided_gain": sum(map(bool, weights_of_parts(spec).values())) > 1,
         "judge_drift": is_judged(spec),
         "validation_falls": True,
     }

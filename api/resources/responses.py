@@ -41,6 +41,7 @@ from api.resources.chat import (
     described,
 )
 from core.chat import (
+    MAX_CALLS,
     MAX_MESSAGES,
     MAX_PARTS,
     TEXT_OR_LIST,
@@ -343,6 +344,11 @@ class ResponseCreate(Generation):
             raise ValueError("'tool_choice' is 'required', and there are no 'tools'")
         if isinstance(self.input, list) and all(isinstance(item, EarlierReasoning) for item in self.input):
             raise ValueError("'input' has no message")
+        messages = self._messages()
+        if len(messages) > MAX_MESSAGES:
+            raise ValueError(f"'input' has more than {MAX_MESSAGES} messages, with that of 'instructions'")
+        if any(len(message.get("tool_calls", ())) > MAX_CALLS for message in messages):
+            raise ValueError(f"'input' has more than {MAX_CALLS} calls of one answer")
         return self
 
     @property
@@ -355,16 +361,9 @@ class ResponseCreate(Generation):
 
     def chat_parameters(self) -> dict[str, Any]:
         """The parameters of the same request as a chat completion."""
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += merged(item.chat() for item in self.input)
         return {
             "model": self.model,
-            "messages": messages,
+            "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -378,6 +377,16 @@ class ResponseCreate(Generation):
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += merged(item.chat() for item in self.input)
+        return messages
 
     def _tool_choice(self) -> Any:
         if isinstance(self.tool_choice, ChosenFunction):

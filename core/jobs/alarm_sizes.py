@@ -9,6 +9,10 @@ from core.thresholds import Thresholds
 
 # Rules that compare the first 5 steps with the last 5 need as many (worker/recording/gaming.py).
 STEPS = 10
+VALIDATION_STEPS = 2  # the training reward of step 1 and a later one, of which validation_falls needs a rise
+# A judge grades so many answers again, each of another row (worker/rollout/anchors.py). Each costs a grade at every
+# validation.
+ANCHORS = 16
 # The threshold of each alarm.
 THRESHOLDS = {
     "shadow_divergence": "shadow_divergence",
@@ -47,8 +51,13 @@ def _lacking(settings: Resolved, alarms: Collection[str], valid_rows: int) -> It
         "judge_drift": 2 * looks,
         "validation_falls": math.comb(looks + 1, 2),
     }
+    steps = {"one_sided_gain": STEPS, "validation_falls": VALIDATION_STEPS}
+    validations = f"{looks} validation{'s' * (looks != 1)}"
     for name in alarms:
-        if name in tests and valid_rows < (rows := fewest_values(tests[name])):
-            yield f"{name} needs {rows} validation rows with {looks} validations, and there are {valid_rows}"
-        elif name not in tests and settings.total_steps < STEPS:
-            yield f"{name} needs {STEPS} steps, and there are {settings.total_steps}"
+        rows = fewest_values(tests[name]) if name in tests else 0
+        if settings.total_steps < (needed := steps.get(name, 0)):
+            yield f"{name} needs {needed} steps, and there are {settings.total_steps}"
+        elif name == "judge_drift" and rows > ANCHORS:
+            yield f"{name} needs {rows} answers with {validations}, grades {ANCHORS} again, and needs fewer validations"
+        elif valid_rows < rows:
+            yield f"{name} needs {rows} validation rows with {validations}, and there are {valid_rows}"

@@ -1274,11 +1274,11 @@ class StepMetrics(BaseModel):
     """Share of the runs of 4 tokens in an answer that occurred before in it."""
     same_answers_share: float | None = None
     """Share of the pairs of answers to different prompts that are the same, apart from case and spaces;
-    None with fewer than 8 prompts.
+    None with fewer than 8 different prompts that have answers with text.
     """
     foreign_script_share: float | None = None
-    """Share of the answers in which a tenth of the letters is of scripts that neither the prompt nor the
-    row has. Latin letters are expected everywhere.
+    """Share of the answers in which a tenth of the letters, those of the thought included, is of scripts
+    that neither the row nor a result of a tool has. Latin letters are expected everywhere.
     """
     groups_ungraded_share: float | None = None
     """Share of the groups with fewer than two graded answers."""

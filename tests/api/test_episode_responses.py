@@ -22,6 +22,7 @@ from tests import factories
 from tests.api.conftest import GRADER, House
 from tests.api.test_chat import api_over
 from tests.api.test_chat import served as in_a_thread
+from tests.api.test_responses import CALL
 from tests.conformance.test_client_suite import run_pip
 from tests.worker.test_agent_episodes import ROW, Counted, game, shape
 from worker.rollout.agent_episodes import Board, Completed
@@ -146,6 +147,8 @@ def test_a_response_that_is_asked_for_again_with_its_key_is_the_first_one(house:
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"background": True}, "background"),
+        ({"input": [QUESTION] * 2048, "instructions": "be brief"}, "input"),
+        ({"input": [QUESTION, *[CALL] * 129]}, "input"),
     ],
 )
 def test_what_an_episode_cannot_have_is_refused_by_its_name_in_this_api(
@@ -153,7 +156,7 @@ def test_what_an_episode_cannot_have_is_refused_by_its_name_in_this_api(
 ) -> None:
     def agent(client: OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
-            client.responses.create(model="m", input="?", **asked)
+            client.responses.create(**{"model": "m", "input": "?"} | asked)
         assert refused.value.param == param
 
     calls = Counted()
@@ -176,7 +179,7 @@ print(asyncio.run(play(episode)))
 @pytest.mark.timeout(900)
 def test_the_agents_sdk_plays_as_the_page_shows(house: House, tmp_path: Path) -> None:
     run_pip("install", "--target", str(tmp_path), "openai-agents==0.24.0")
-    page = (ROOT / "docs/howto/agents.md").read_text()
+    page = (ROOT / "docs/howto/own-agent.md").read_text()
     [shown] = [
         block for block in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "import Agent" in block
     ]

@@ -564,6 +564,9 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(
     assert inference.left.wait(30)
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
@@ -584,6 +587,12 @@ def test_a_client_that_leaves_a_stream_ends_it_upstream(
         ({"input": [{"type": "function_call_output"}]}, "input[0].call_id", "Missing"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "image"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "file"),
+        (
+            {"input": [{"role": "user", "content": "?"}] * 2048, "instructions": "Go"},
+            "input",
+            "2048 messages",
+        ),
+        ({"input": [{"role": "user", "content": "?"}, *[CALL] * 129]}, "input", "128 calls of one answer"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
         ({"reasoning": {"effort": "hard"}}, "reasoning.effort", "'hard'"),
     ],

@@ -74,6 +74,32 @@ def test_alarms_that_the_graders_exclude_or_the_operator_has_switched_off_are_no
     assert alarm_sizes.too_small(sized(8, 9, 1), off, ["validation_falls"], 4) == []
 
 
+def test_a_judge_that_would_need_more_answers_than_it_grades_again_needs_fewer_validations() -> None:
+    [warning] = alarm_sizes.too_small(sized(8, 2000, 1), Thresholds(), ["judge_drift"], 1000)
+
+    assert "17 answers with 2000 validations, grades 16 again, and needs fewer validations" in warning
+    assert alarm_sizes.too_small(sized(8, 1600, 1), Thresholds(), ["judge_drift"], 1000) == []
+
+
+def test_a_fall_of_validation_needs_a_second_step() -> None:
+    [warning] = alarm_sizes.too_small(sized(8, 1, 1), Thresholds(), ["validation_falls"], 99)
+
+    assert "validation_falls needs 2 steps, and there are 1" in warning
+    assert alarm_sizes.too_small(sized(8, 2, 1), Thresholds(), ["validation_falls"], 99) == []
+
+
+def test_one_validation_is_no_plural() -> None:
+    [warning] = alarm_sizes.too_small(sized(8, 1, 1), Thresholds(), ["shadow_divergence"], 1)
+
+    assert "with 1 validation, and" in warning
+
+
+def test_a_part_without_weight_is_none_that_could_gain_or_lose() -> None:
+    weightless = parse_grader(BOTH | {"calculate_output": "exact + 0 * judge"})
+
+    assert "one_sided_gain" not in alarms_of(weightless, has_shadow=False)
+
+
 @pytest.mark.parametrize("steps", [1, 4, 10, 100])
 def test_the_rows_that_would_do_are_those_of_which_there_is_a_bound(steps: int) -> None:
     run = sized(8, steps, 1)

@@ -179,6 +179,33 @@ def test_another_program_of_the_machine_cannot_use_the_key_of_the_service(url: s
     assert service.asked == []
 
 
+@pytest.mark.parametrize(
+    ("rows", "limit", "said"),
+    [
+        (b'{"a": 1}\n\xff\n', "0", "Row 2 of rows.jsonl is not JSON"),
+        (b"[1]\n", "1", "not a JSON object"),
+        (b"{}\n", "-1", "the least is 0"),
+    ],
+)
+def test_the_command_refuses_a_file_or_limit_that_it_cannot_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rows: bytes,
+    limit: str,
+    said: str,
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(rows)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGRAFT_BASE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("REGRAFT_API_KEY", "k")
+
+    code = main(["agents", "try", "json:dumps", "--model", "m", "--rows", "rows.jsonl", f"--limit={limit}"])
+
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_the_command_prints_a_row_for_each_episode(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

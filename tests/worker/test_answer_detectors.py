@@ -4,6 +4,7 @@ A rule may fire in at most 5 % of the healthy runs (docs/howto/signal.md).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from scipy.stats import binom
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
 from graders.types import Grade
+from worker.episode import Episode
 from worker.history import RECENT
 from worker.recording import answer_statistics, monitors
 from worker.recording.answer_statistics import MIN_PROMPTS
@@ -154,12 +156,40 @@ def test_answers_to_one_prompt_or_of_few_prompts_are_not_compared() -> None:
         ("请计算", "答案是四。Use python: print(2 + 2)", False),
         ("What is the area?", "θ + δ = λ, so π r² with Δx", False),
         ("Translate 'four' to Russian: четыре is expected.", "четыре", False),
+        ("What is sugar?", "It is C₆H₁₂O₆", False),
+        ("How many?", "6.02 * 10²³ per mol", False),
+        ("How?", "①②③ done it ❶❷❸", False),
+        ("How?", "\U0001d41b\U0001d428\U0001d425\U0001d41d answer", False),
+        ("コーヒーは何々ですか", "コーーヒー", False),
+        ("什么", "コーヒー 々々", False),
+        ("What is a book?", "It is किताब", True),
     ],
 )
 def test_an_answer_with_words_in_a_script_of_another_language_is_mixed(
     question: str, answer: str, is_mixed: bool
 ) -> None:
     assert answer_statistics.mixed_scripts([group(1, [answer], question)]) == [is_mixed]
+
+
+def test_a_thought_belongs_to_the_answer() -> None:
+    thought = Rollout((1,), (-0.5,), "four", "stop", reasoning="首先我们计算二加二")
+
+    assert mixed(thought) == [True]
+
+
+def test_an_answer_may_quote_the_result_of_a_tool() -> None:
+    results = ({"role": "tool", "tool_call_id": "c", "content": "Это четыре"},)
+    quoting = Rollout(
+        (1,), (-0.5,), "It says: четыре", "stop", episode=Episode(results, (), "final", "trace")
+    )
+
+    assert mixed(quoting) == [False]
+    assert mixed(replace(quoting, episode=None)) == [True]
+
+
+def mixed(answer: Rollout) -> list[bool]:
+    asked = group(1, ["a"])
+    return answer_statistics.mixed_scripts([replace(asked, rollouts_G=(answer,))])
 
 
 def test_an_answer_without_words_is_neither() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from core.jobs.alarm_sizes import ANCHORS
 from graders.build import build
 from graders.calls import ServerAway
 from graders.judge.judges import HttpJudges, JudgeModel
@@ -18,7 +19,7 @@ from tests.fakes import Skill
 from tests.worker.conftest import Bench
 from worker.episode import Episode
 from worker.prepare.rollouts import judged_range
-from worker.rollout.anchors import ANCHORS, JudgeAnchors
+from worker.rollout.anchors import JudgeAnchors
 from worker.types import Group, Prompt, Rollout
 
 JUDGE = {

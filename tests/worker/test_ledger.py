@@ -114,6 +114,8 @@ def test_forced_tokens_count_apart() -> None:
     ("lost", "changed"),
     [
         ({"trained_sequences": 0}, False),  # the sampler gate
+        ({"masked_fraction": 1.0}, False),
+        ({"masked_fraction": 0.9}, True),
         ({"skipped": True, "learning_rate": None}, False),
         ({"skipped": True}, True),  # another pass before it was taken
         ({"rejected_updates": 2, "update_kl": None, "unmeasured_updates": 0}, False),

@@ -20,6 +20,8 @@ MIN_PROMPTS = (
     8  # with fewer, answers to different prompts are the same by chance where few answers are possible
 )
 MIXED = 0.1  # of the letters of an answer are of a script that is not expected
+# The first words of the names of Japanese letters; the last two are of ー and 々.
+_JAPANESE = ("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
 _WORDS = re.compile(r"[^\W\d_]{2,}")
 
 
@@ -74,36 +76,59 @@ def _pairs(counts: Iterable[int]) -> int:
 
 
 def mixed_scripts(groups_P: Sequence[Group]) -> list[bool]:
-    """Of each answer with words, whether a tenth of its letters is of scripts that neither its prompt nor its row has.
+    """Of each answer with words, whether a tenth of its letters is of scripts that are not expected.
 
-    Latin letters are expected everywhere: code, names and formulas have them in texts of any language.
+    The thought counts as part of the answer. Expected are the scripts of the prompt's row and of the results of tools,
+    and Latin letters everywhere: code, names and formulas have them in texts of any language.
     """
     mixed = []
     for group in groups_P:
-        item = json.dumps(group.prompt.item, ensure_ascii=False)
-        expected = {"LATIN"} | {_script(letter) for letter in set(item) if letter.isalpha()}
+        expected = {"LATIN"} | _scripts(json.dumps(group.prompt.item, ensure_ascii=False))
         for one in group.rollouts_G:
-            if counts := script_counts(one.content):
-                foreign = sum(count for script, count in counts.items() if script not in expected)
+            if counts := script_counts(f"{one.reasoning}\n{one.content}"):
+                known = expected | _scripts(_results_of_tools(one))
+                foreign = sum(count for script, count in counts.items() if script not in known)
                 mixed.append(foreign >= MIXED * counts.total())
     return mixed
+
+
+def _results_of_tools(answer: Rollout) -> str:
+    messages = answer.episode.messages if answer.episode else ()
+    results = [one.get("content") for one in messages if one.get("role") == "tool"]
+    return json.dumps(results, ensure_ascii=False)
+
+
+def _scripts(text: str) -> set[str]:
+    return {_script(letter) for letter in set(_plain(text)) if letter.isalpha()}
 
 
 def script_counts(text: str) -> Counter[str]:
     """The letters of a text by script, without those that stand alone in theirs, such as symbols of a formula."""
     counts: Counter[str] = Counter()
-    for word in _WORDS.findall(text):
+    for word in _WORDS.findall(_plain(text)):
         for script, run in groupby(word, _script):
             letters = sum(1 for _ in run)
             counts[script] += letters if letters > 1 else 0
     return +counts
 
 
+def _plain(text: str) -> str:
+    """The text in Unicode's compatibility form NFKC, without marks on letters, and with spaces for numbers.
+
+    So superscripts, circled digits and mathematical letters have no script of their own, and vowel signs do not divide
+    words.
+    """
+    if text.isascii():
+        return text
+    kinds = ((letter, unicodedata.category(letter)[0]) for letter in unicodedata.normalize("NFKC", text))
+    return "".join(" " if kind == "N" else letter for letter, kind in kinds if kind != "M")
+
+
 @cache
 def _script(letter: str) -> str:
     """The first word of the letter's name in Unicode, such as CYRILLIC; the scripts of Japanese are CJK."""
     script = unicodedata.name(letter, "?").partition(" ")[0]
-    return "CJK" if script in ("HIRAGANA", "KATAKANA") else script
+    return "CJK" if script in _JAPANESE else script
 
 
 def _is_field(answer: Rollout, group: Group) -> bool:

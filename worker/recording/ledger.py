@@ -19,7 +19,8 @@ def answer_tokens(
     """
     groups_P = [*train_P, *resampled_P]
     signals_PG = contributions.answer_signals(groups_P, settings)
-    is_refused = update.trained_sequences == 0  # by the sampler gate
+    # By the sampler gate, or because importance correction has masked every token.
+    is_refused = update.trained_sequences == 0 or update.masked_fraction == 1.0
     learned = "not_updated" if is_refused or changed_nothing(update) else "learned"
     tokens = dict.fromkeys(BY_ANSWER, 0)
     for number, (group, signals_G) in enumerate(zip(groups_P, signals_PG, strict=True)):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from core.jobs.alarm_sizes import ANCHORS
 from core.statistics import sequential_low
 from graders.calls import ServerAway
 from graders.judge.judges import asking_again
@@ -11,8 +12,6 @@ from graders.run import grade_all
 from graders.types import Grader, Item, Sample
 from worker.rollout.samples import sample_of
 from worker.types import Group, Rollout
-
-ANCHORS = 16  # answers, each of another row; each costs one more grade at every validation
 
 
 @dataclass

@@ -33,13 +33,15 @@ def agents_try(arguments: argparse.Namespace) -> int:
 
 
 def _rows(path: str, limit: int) -> list[dict[str, Any]]:
-    """The first rows of a file. Raises Refused: a line is not a JSON object."""
+    """The first rows of a file; a limit of 0 means all. Raises Refused: a line is not a JSON object."""
+    if limit < 0:
+        raise Refused(f"--limit is {limit}, and the least is 0, which means all rows.")
     rows = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(islice((one for one in lines if one.strip()), limit), 1):
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(islice((one for one in lines if one.strip()), limit or None), 1):
             try:
-                row = json.loads(line)
-            except ValueError as cause:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as cause:
                 raise Refused(f"Row {number} of {path} is not JSON: {cause}.") from cause
             if not isinstance(row, dict):
                 raise Refused(f"Row {number} of {path} is not a JSON object.")

@@ -595,7 +595,7 @@ AGENTS = Group(
         arg("function", "MODULE:FUNCTION", "plays one episode, as of agents run"),
         arg("--model", "NAME", "the model that answers", required=True),
         arg("--rows", "FILE", "JSONL of training rows (default: one episode without a row)"),
-        arg("--limit", "N", "play the first N rows", default=1),
+        arg("--limit", "N", "play the first N rows; 0: all", default=1),
         example="regraft agents try my_agent:play --model qwen3-8b --rows train.jsonl",
     ),
 )
