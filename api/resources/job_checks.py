@@ -306,13 +306,7 @@ def _start(body: JobCreate, service: Service, project: Project) -> tuple[str, Pa
     if parent.is_whole:
         return base_model, parent
     lora = advanced.lora
-    asked_rank = lora.rank if "rank" in lora.model_fields_set else 0
-    if asked_rank > parent.settings["lora_rank"] and names_experts(parent.settings["lora_targets"]):
-        raise InvalidRequest(
-            f"'{body.model}' has an adapter on experts, which is not trained further with a larger rank: leave "
-            "lora.rank out.",
-            param=f"method.{method.type}.hyperparameters.advanced.lora.rank",
-        )
+    _refuse_grown_experts(method, lora, parent)
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
         param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
@@ -344,6 +338,16 @@ def _trained_otherwise(name: str, parent: Parent, param: str) -> InvalidRequest:
         "export --format merged`).",
         param=param,
     )
+
+
+def _refuse_grown_experts(method: Method, lora: Lora, parent: Parent) -> None:
+    asked_rank = lora.rank if "rank" in lora.model_fields_set else 0
+    if asked_rank > parent.settings["lora_rank"] and names_experts(parent.settings["lora_targets"]):
+        raise InvalidRequest(
+            f"'{parent.model}' has an adapter on experts, which is not trained further with a larger rank: leave "
+            "lora.rank out.",
+            param=f"method.{method.type}.hyperparameters.advanced.lora.rank",
+        )
 
 
 def _grown(lora: Lora, parent: Parent) -> Parent:

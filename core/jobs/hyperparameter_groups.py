@@ -480,7 +480,6 @@ LoraTargets = (
 )
 
 
-
 def names_experts(targets: str | Sequence[str]) -> bool:
     """Whether an adapter with these targets (LoraTargets) is on routed experts, in a model that has some."""
     names = [targets] if isinstance(targets, str) else targets

@@ -17,9 +17,7 @@ def lora(**shape: Any) -> dict[str, Any]:
 
 
 def with_fleet(house: House) -> Settings:
-    return Settings(
-        data_dir=house.folder, samplers={"tiny": ("http://sampler:8300",)}, samplers_key="secret"
-    )
+    return Settings(data_dir=house.folder, samplers={"tiny": ("http://sampler:8300",)}, samplers_key="secret")
 
 
 @pytest.mark.parametrize("targets", ["experts", ["attention", "experts"], ["mlp.experts"]])

@@ -331,7 +331,9 @@ def test_the_names_of_experts_are_those_of_the_models_files(title: str, tmp_path
 def halves_of(model: Any, module: str) -> dict[str, Tensor]:
     """An adapter of rank 1 on a module of experts, by the ends of PEFT's names."""
     sizes = {
-        f"{wrapper}lora_{half}": getattr(model.get_submodule(module), projection).shape[{"A": 2, "B": 1}[half]]
+        f"{wrapper}lora_{half}": getattr(model.get_submodule(module), projection).shape[
+            {"A": 2, "B": 1}[half]
+        ]
         for wrapper, projection in (("base_layer.", "gate_up_proj"), ("", "down_proj"))
         for half in "AB"
     }
