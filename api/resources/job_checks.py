@@ -16,9 +16,9 @@ from core.jobs import distillation, estimates, full, methods, resources
 from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
-from core.jobs.hyperparameter_groups import Lora
+from core.jobs.hyperparameter_groups import Lora, names_experts
 from core.jobs.hyperparameter_places import param_of
-from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_OWN
+from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_OWN, NO_SLOTS_FOR_EXPERTS
 from core.jobs.params import GRADER_PARAM, SHADOW_PARAM, TEACHER_PARAM
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
@@ -260,8 +260,28 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
     """The base model of the job, and the tuned model that it trains further.
 
     Raises:
-        InvalidRequest: the job asks for an adapter of another shape than the one that it continues.
+        InvalidRequest: the job asks for an adapter of another shape than the one that it continues, or for one that its
+            sampler does not compute.
     """
+    base_model, parent = _start(body, service, project)
+    _refuse_unsampled_experts(body.method, base_model, parent, service.settings)
+    return base_model, parent
+
+
+def _refuse_unsampled_experts(
+    method: Method, base_model: str, parent: Parent | None, settings: Settings
+) -> None:
+    if method.learns_from_file or base_model not in settings.samplers:
+        return
+    advanced = getattr(method, method.type).hyperparameters.advanced
+    targets = advanced.lora.targets
+    if targets == "auto" and parent is not None and not parent.is_whole:
+        targets = parent.settings["lora_targets"]
+    if names_experts(targets):
+        raise InvalidRequest(NO_SLOTS_FOR_EXPERTS, param=param_of(method.type, "lora_targets"))
+
+
+def _start(body: JobCreate, service: Service, project: Project) -> tuple[str, Parent | None]:
     with service.database.read() as session:
         base_model, parent = lineage.start_of(
             session,
@@ -286,6 +306,7 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
     if parent.is_whole:
         return base_model, parent
     lora = advanced.lora
+    _refuse_grown_experts(method, lora, parent)
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
         param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
@@ -317,6 +338,16 @@ def _trained_otherwise(name: str, parent: Parent, param: str) -> InvalidRequest:
         "export --format merged`).",
         param=param,
     )
+
+
+def _refuse_grown_experts(method: Method, lora: Lora, parent: Parent) -> None:
+    asked_rank = lora.rank if "rank" in lora.model_fields_set else 0
+    if asked_rank > parent.settings["lora_rank"] and names_experts(parent.settings["lora_targets"]):
+        raise InvalidRequest(
+            f"'{parent.model}' has an adapter on experts, which is not trained further with a larger rank: leave "
+            "lora.rank out.",
+            param=f"method.{method.type}.hyperparameters.advanced.lora.rank",
+        )
 
 
 def _grown(lora: Lora, parent: Parent) -> Parent:

@@ -4,6 +4,7 @@ A `type` selects the variant of a group, so most combinations without effect can
 groups are in core/jobs/hyperparameters.py; core/jobs/hyperparameter_places.py says where the loop's values come from.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -477,6 +478,12 @@ LoraTargets = (
     Literal["all-linear", "attention", "experts"]
     | Annotated[list[ModuleName], Field(min_length=1, max_length=100)]
 )
+
+
+def names_experts(targets: str | Sequence[str]) -> bool:
+    """Whether an adapter with these targets (LoraTargets) is on routed experts, in a model that has some."""
+    names = [targets] if isinstance(targets, str) else targets
+    return any(name.rpartition(".")[2] == "experts" for name in names)
 
 
 class Lora(Value):

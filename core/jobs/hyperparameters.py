@@ -71,6 +71,11 @@ NO_ENGINES_OF_ITS_OWN = (
     "whose answers end with the adapter that they began with"
 )
 
+NO_SLOTS_FOR_EXPERTS = (
+    "adapters on experts need a sampler of the job's own, and this model is sampled by a fleet (REGRAFT_SAMPLERS), "
+    "which has no slots for them: leave experts out of lora.targets"
+)
+
 
 PLAIN_K1 = (
     "kl.estimator 'k1_plain' pulls towards the reference only by chance: the mean of its gradient is zero. Use 'k1', "

@@ -1,5 +1,6 @@
 """Adapters on the experts of mixtures: what they compute, their gradients, and their files."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.families.zoo import FAMILIES, Family
+from tests.present import present
 from worker.model import experts
 from worker.model.expert_files import (
     Expert,
     ExpertPair,
     FusedPair,
     PerExpert,
+    layout_of,
     to_fused,
     to_per_expert,
 )
+from worker.model.quantized import files_by_tensor
+from worker.model.sharding import _name_in_files
 
 TITLES = ("Qwen 3 MoE", "Mixtral", "gpt-oss", "Qwen 3.5 MoE", "DeepSeek V3, R1", "GLM 4.5")
 RANK, TOKENS = 3, 40
@@ -223,6 +228,15 @@ class TestConversion:
         assert torch.equal(one.up.b, columns[1::2] if interleaved else columns[inside:])
         assert torch.equal(one.down.b, down.b[:, [1, 4]])
 
+    def test_what_is_no_number_is_shared_too(self) -> None:
+        """NaN equals nothing, and the rank of a file may not depend on it."""
+        gate_up = FusedPair(torch.full((6, 8), torch.nan), drawn(8, 6))
+        down = FusedPair(drawn(6, 4), drawn(8, 6))
+
+        back, _ = to_fused(to_per_expert(gate_up, down, 2, interleaved=False), interleaved=False)
+
+        assert back.a.shape == gate_up.a.shape and back.b.shape == gate_up.b.shape
+
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_gates_with_an_a_of_their_own_are_joined_at_twice_the_rank(self, interleaved: bool) -> None:
         experts, rank, hidden, inside = 2, 2, 8, 4
@@ -294,3 +308,47 @@ class TestFiles:
 
         assert LAYOUT.module_of(f"{stored}.1.w2") == MODULE
         assert LAYOUT.module_of("base_model.model.model.layers.0.self_attn.q_proj").endswith("q_proj")
+
+
+@pytest.mark.parametrize(
+    "title", ["Qwen 3 MoE", "Mixtral", "MiniMax-M2", "Phi-3.5 MoE", "Kimi Linear", "DeepSeek V4"]
+)
+def test_the_names_of_experts_are_those_of_the_models_files(title: str, tmp_path: Path) -> None:
+    one = family(title)
+    model = one.model()
+    layout = present(layout_of(model))
+    [module, *_] = experts.adaptable_experts(model)
+    pair = {f"{module}.{half}": tensor for half, tensor in halves_of(model, module).items()}
+
+    written = layout.to_file(pair)
+
+    stored = files_by_tensor(one.save(tmp_path))
+    names = {name.partition(".lora_")[0] for name in written}
+    assert len(names) == 3 * layout.experts
+    assert {name for name in names if f"{name}.weight" not in stored} == set()
+
+
+def halves_of(model: Any, module: str) -> dict[str, Tensor]:
+    """An adapter of rank 1 on a module of experts, by the ends of PEFT's names."""
+    sizes = {
+        f"{wrapper}lora_{half}": getattr(model.get_submodule(module), projection).shape[
+            {"A": 2, "B": 1}[half]
+        ]
+        for wrapper, projection in (("base_layer.", "gate_up_proj"), ("", "down_proj"))
+        for half in "AB"
+    }
+    count = len(model.get_submodule(module).gate_up_proj)
+    return {
+        f"{name}.weight": drawn(count, size) if name.endswith("A") else drawn(size, count)
+        for name, size in sizes.items()
+    }
+
+
+def test_a_parameter_of_experts_has_its_own_name_in_the_files_of_a_sharded_model() -> None:
+    """It is inside two wrappers of PEFT, one for each projection."""
+    peft, _ = adapted("gpt-oss")
+    base = dict(family("gpt-oss").model().named_parameters())
+
+    frozen = {_name_in_files(name) for name, one in peft.named_parameters() if not one.requires_grad}
+
+    assert frozen == base.keys()

@@ -35,6 +35,7 @@ from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
+from tests.families.zoo import FAMILIES
 from tests.hyperparameters import in_groups
 from tests.own_engines import with_forked_engines
 from tests.present import untyped
@@ -281,17 +282,33 @@ def assert_same(found: Groups, expected: Groups) -> None:
             assert replace(rollout, logprobs_T=()) == replace(other, logprobs_T=())
 
 
-def test_answers_of_a_fleet_are_not_continued(bench: Bench, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("advanced", "field", "message"),
+    [
+        (
+            {"off_policy_steps": 1, "continue_in_flight": True},
+            "schedule.continue_in_flight",
+            "sampled by a fleet",
+        ),
+        ({"lora_targets": ["attention", "experts"]}, "lora.targets", "no slots for them"),
+    ],
+    ids=["continued answers", "experts"],
+)
+def test_a_fleet_refuses_what_it_does_not_do(
+    bench: Bench, tmp_path: Path, advanced: dict[str, Any], field: str, message: str
+) -> None:
     """The API refuses it too, unless it does not know of the fleet."""
+    [mixture] = [one for one in FAMILIES if one.title == "Qwen 3 MoE"]
+    folder = mixture.save(tmp_path / "base")
     (tmp_path / "models.toml").write_text(
-        f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 512\n'
+        f'[models.tiny]\npath = "{folder}"\ndtype = "float32"\ncontext = 512\n'
     )
     with bench.database.write() as session:
         bench.add_files(session, bench.blobs)
         job = session.scalars(select(Job)).one()
         job.model = "tiny"
-        advanced = {"off_policy_steps": 1, "continue_in_flight": True, "max_completion_tokens": 64}
-        job.body = job.body | {"hyperparameters": {"advanced": in_groups(advanced)}}
+        asked = in_groups(advanced | {"max_completion_tokens": 64})
+        job.body = job.body | {"hyperparameters": {"advanced": asked}}
     settings = Settings(
         models_file=tmp_path / "models.toml",
         data_dir=tmp_path,
@@ -299,7 +316,7 @@ def test_answers_of_a_fleet_are_not_continued(bench: Bench, tiny_model: Path, tm
         samplers_key=KEY,
     )
 
-    with pytest.raises(UserMistake, match="sampled by a fleet") as refused:
+    with pytest.raises(UserMistake, match=message) as refused:
         assemble(
             bench.attempt(),
             parse_grader(GRADER),
@@ -309,7 +326,7 @@ def test_answers_of_a_fleet_are_not_continued(bench: Bench, tiny_model: Path, tm
             lambda: False,
             lambda: None,
         )
-    assert refused.value.param == "method.reinforcement.hyperparameters.advanced.schedule.continue_in_flight"
+    assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{field}"
 
 
 class TestTwoProcesses:

@@ -5,7 +5,7 @@ import errno
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -456,9 +456,13 @@ def blobs(engines: Engines) -> Iterator[SlowBlobs]:
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def stored(blobs: SlowBlobs, prefix: str, names: Sequence[str] = ADAPTER) -> dict[str, Any]:
+def stored(
+    blobs: SlowBlobs, prefix: str, names: Sequence[str] = ADAPTER, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """As the API names it."""
     weights = {name: prefix.encode() for name in names}
+    if "adapter_config.json" in weights:
+        weights["adapter_config.json"] = json.dumps(config or {"r": 1}).encode()
     for name, content in weights.items():
         blobs.put_bytes(f"{prefix}/{name}", content)
     files = [
@@ -489,6 +493,22 @@ def test_a_whole_model_is_loaded_from_its_own_folder_like_a_base_model(
     assert (entry.hub, entry.path) == (None, tmp_path / "models" / whole["adapter"]["manifest_sha256"])
     assert {path.name for path in entry.path.iterdir()} == set(names[:3])
     assert [ask.adapter for ask in builder.built[0].asked] == [None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_on_experts_is_refused_before_the_engine_has_it(
+    client: OpenAI, builder: ScriptedBuilder, blobs: SlowBlobs, stream: bool
+) -> None:
+    """It would fail while it answers, or answer as the base model where the experts are changed."""
+    blobs.go.set()
+    config = {"r": 8, "target_modules": [], "target_parameters": ["model.layers.0.mlp.experts.gate_up_proj"]}
+    tuned = stored(blobs, "tuned/1", config=config)
+
+    with pytest.raises(APIStatusError, match=r"on experts, .* export the format 'merged'") as refused:
+        say(client, stream=stream, extra_body={"regraft": tuned})
+
+    assert (refused.value.status_code, refused.value.code) == (400, "unsupported_model")
+    assert builder.built[0].asked == []
 
 
 def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, HunYuanMoEV1Config
 
 from core.database.tables import Job
 from core.jobs.hyperparameter_groups import LoraTargets
@@ -21,6 +21,7 @@ from worker.model import memory, sizing
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
 from worker.model.policy import Policy, load_base
+from worker.model.targets import active_experts_in
 from worker.prepare.model import BaseModel
 from worker.prepare.task import refuse_absent_targets
 from worker.refusals import InvalidTargets, UserMistake
@@ -140,6 +141,51 @@ class TestChosen:
             assert answer.rollout.logprobs_T == pytest.approx(expected.tolist(), abs=1e-3)
 
 
+class TestActiveExperts:
+    """A config names how many experts a token goes through, and the rank of each is divided by that."""
+
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({"num_experts_per_tok": 8}, 8),
+            ({"num_experts_per_token": 6}, 6),
+            ({"moe_topk": 3}, 3),
+            ({"moe_top_k": 5}, 5),
+            ({"moe_k": 2}, 2),
+            ({"top_k_experts": 4}, 4),
+            ({"moe_topk": [4, 2]}, 4),
+            ({"num_experts_per_tok": None, "moe_k": 7}, 7),
+            ({}, None),
+            ({"moe_topk": []}, None),
+        ],
+        ids=str,
+    )
+    def test_it_has_one_of_several_names(self, fields: dict[str, Any], expected: int | None) -> None:
+        assert active_experts_in(fields) == expected
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            Gemma4TextConfig(num_experts=8, top_k_experts=4, enable_moe_block=True, moe_intermediate_size=16),
+            HunYuanMoEV1Config(num_experts=8, moe_topk=[4, 4], num_hidden_layers=2, head_dim=128),
+        ],
+        ids=["Gemma 4", "Hunyuan"],
+    )
+    def test_every_layer_of_experts_has_it(self, config: Any) -> None:
+        layers = [layer for layer in adaptable_layers(without_weights(config)) if layer.experts]
+
+        assert layers
+        assert {(layer.experts, layer.rank(16)) for layer in layers} == {(8, 4)}
+
+    def test_experts_of_an_unknown_number_of_a_token_have_no_adapter(self) -> None:
+        model = without_weights(family("Qwen 3 MoE").config())
+        del model.config.num_experts_per_tok
+
+        with pytest.raises(InvalidTargets, match="does not say how many a token goes through"):
+            adapter_targets(model, ["attention", "experts"])
+        assert adapter_targets(model, "attention")
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("title", "target", "reason"),
@@ -152,6 +198,8 @@ class TestRefused:
             ("Qwen 3 MoE", "down_proj", "'down_proj' is no linear layer: .*the fused weights of experts"),
             ("Llama 2, 3", "experts", "'experts' names nothing: the model is not a mixture"),
             ("Llama 4", "experts", "'experts' names experts that are not computed through transformers' interface"),
+            ("Nemotron-H", "experts", "'experts' names experts .*, or have no gates"),
+            ("Doge", "experts", "'experts' names experts .*, or have no gates"),
             ("Mamba 2", "out_proj", "'out_proj' is read by the kernels of state spaces"),
         ],
     )  # fmt: skip

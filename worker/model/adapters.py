@@ -15,7 +15,7 @@ from core.jobs.hyperparameter_groups import LoraTargets
 from worker.model import experts
 from worker.model.architecture import has_experts
 from worker.model.packed import PackedLinear
-from worker.model.targets import Kind, LinearLayer, chosen, has_suffix, kind_of
+from worker.model.targets import Kind, LinearLayer, active_experts_in, chosen, has_suffix, kind_of
 from worker.refusals import InvalidTargets, UnsupportedModel
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ def adaptable_layers(model: PreTrainedModel) -> list[LinearLayer]:
 
 
 def _expert_layers(model: PreTrainedModel) -> list[LinearLayer]:
-    active = experts.active_experts(model.config)
+    active = active_experts_in(vars(model.config.get_text_config()))
+    if active is None:
+        return []
     return [
         LinearLayer(name, "experts", experts.width(module), len(module.gate_up_proj), active)
         for name, module in experts.adaptable_experts(model).items()
@@ -163,8 +165,10 @@ def _reason(model: PreTrainedModel, target: str) -> str:
     if target == "attention":
         return "names no linear layer in a module that is known as attention"
     if target == "experts":
+        if experts.adaptable_experts(model):
+            return "names experts of which the model's config does not say how many a token goes through"
         if has_experts(model.config):
-            return "names experts that are not computed through transformers' interface for experts"
+            return "names experts that are not computed through transformers' interface for experts, or have no gates"
         return "names nothing: the model is not a mixture of experts"
     modules = [name for name, _ in model.named_modules() if has_suffix(name, target)]
     linear = [name for name in modules if name in _linear(model)]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from core.outages import outage
+from worker.model.targets import experts_in
 from worker.out_of_memory import is_out_of_memory, memory_named
 from worker.refusals import NotEnoughMemory, Refusal, UnsupportedModel, first_line
 
@@ -89,9 +90,7 @@ def architecture(config: Any) -> str:
 
 def has_experts(config: Any) -> bool:
     """Whether the model is a mixture of experts."""
-    text = config.get_text_config()
-    fields = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(text, field, None) for field in fields)
+    return experts_in(vars(config.get_text_config())) is not None
 
 
 def suspects(config: Any) -> str:

@@ -7,6 +7,7 @@ such a checkpoint. Conversions here copy numbers and compute nothing, so they ar
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from worker.model.experts import DOWN, GATE_UP, adaptable_experts
 # Model types for which vLLM reads PEFT's own layout (`is_3d_moe_weight` of its class).
 FUSED_IN_VLLM = frozenset({"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text"})
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_BLOCK = re.compile(r"\.\w+\.")  # a part of a name
 _GATE_UP_A = ".base_layer.lora_A.weight"  # the end of its name in a state dict of PEFT
 
 
@@ -83,9 +85,16 @@ def to_fused(pairs: Sequence[Expert], *, interleaved: bool) -> tuple[FusedPair, 
     If gate and up of an expert differ in A, that of gate_up_proj has twice the rank: A is both of them, and B is zero
     where one has no part in the other.
     """
-    is_shared = all(torch.equal(one.gate.a, one.up.a) for one in pairs)
+    is_shared = all(_has_same_bits(one.gate.a, one.up.a) for one in pairs)
     gate_up = [_gate_up(one.gate, one.up, is_shared=is_shared, interleaved=interleaved) for one in pairs]
     return FusedPair.of(gate_up), FusedPair.of([one.down for one in pairs])
+
+
+def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are equal, also where they are not numbers."""
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 def _gate_up(gate: ExpertPair, up: ExpertPair, *, is_shared: bool, interleaved: bool) -> ExpertPair:
@@ -195,7 +204,8 @@ def layout_of(model: PreTrainedModel) -> PerExpert | None:
     Files have a pair for each expert if checkpoints of the model have a weight for each, which PEFT then converts in
     the same way, unless vLLM wants PEFT's layout for this architecture.
     """
-    counts = {module.gate_up_proj.shape[0] for module in adaptable_experts(model).values()}
+    modules = adaptable_experts(model)
+    counts = {module.gate_up_proj.shape[0] for module in modules.values()}
     if len(counts) != 1 or model.config.get_text_config().model_type in FUSED_IN_VLLM:
         return None
     mapping = get_model_conversion_mapping(model, None, None)
@@ -203,10 +213,7 @@ def layout_of(model: PreTrainedModel) -> PerExpert | None:
     if len(names) != 3:
         return None
     gate, up, down = names
-    renamed = next((one for one in mapping if _renames_blocks(one)), None)
-    in_files, in_model = (
-        (renamed.source_patterns[0], renamed.target_patterns[0]) if renamed is not None else ("", "")
-    )
+    in_model, in_files = _renamed_block(mapping, next(iter(modules)))
     return PerExpert(gate, up, down, counts.pop(), in_model, in_files)
 
 
@@ -223,9 +230,15 @@ def _sources(mapping: Sequence[Any], projection: str) -> list[str]:
     return []
 
 
-def _renames_blocks(conversion: Any) -> bool:
-    """Whether the files of the model have another name for the block that the experts are in."""
-    return isinstance(conversion, WeightRenaming) and conversion.source_patterns[0] == ".block_sparse_moe."
+def _renamed_block(mapping: Sequence[Any], module: str) -> tuple[str, str]:
+    """The block around a module of experts, such as .mlp., and what the model's files call it; empty if the same."""
+    for conversion in mapping:
+        if isinstance(conversion, WeightRenaming):
+            in_model = conversion.target_patterns[0]
+            in_files = conversion.source_patterns[0].replace(r"\.", ".")
+            if _BLOCK.fullmatch(in_files) and _BLOCK.fullmatch(in_model) and in_model in module:
+                return in_model, in_files
+    return "", ""
 
 
 def rewrite(folder: Path, layout: PerExpert, rank: int) -> None:

@@ -21,13 +21,10 @@ from torch.nn.functional import grouped_mm, pad
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 PROJECTIONS = (GATE_UP, DOWN)
-_IN_NAMES = re.compile(
-    r"\.experts(\.base_layer)?\.lora_"
-)  # of the adapters of experts in a state dict of PEFT
+# Of the adapters of experts in a state dict of PEFT.
+_IN_NAMES = re.compile(r"\.experts(\.base_layer)?\.lora_")
 # A grouped product needs rows of a multiple of 16 bytes.
 ROW_BYTES = 16
-# Names of the field of a config that has the number of experts that a token goes through.
-_ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, Any]:
@@ -49,13 +46,6 @@ def _has_interface(module: Any) -> bool:
 def is_of_experts(name: str) -> bool:
     """Whether a tensor of an adapter, by PEFT's name, is of experts."""
     return _IN_NAMES.search(name) is not None
-
-
-def active_experts(config: Any) -> int:
-    """The experts that a token goes through in a layer; 1 if the config does not say."""
-    text = config.get_text_config()
-    found = (getattr(text, field, None) for field in _ACTIVE)
-    return next((value for value in found if isinstance(value, int) and value > 0), 1)
 
 
 def width(experts: Any) -> int:
@@ -103,7 +93,7 @@ class ExpertAdapter:
 Adapters = Mapping[str, ExpertAdapter]  # by projection
 
 
-def computed(
+def experts_forward(
     experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, adapters: Adapters
 ) -> Tensor:
     """The sum of the outputs of each token's experts, [T, H].
@@ -154,11 +144,11 @@ def outermost(model: nn.Module) -> list[ParamWrapper]:
 
 def wrappers_of(outer: ParamWrapper) -> dict[str, ParamWrapper]:
     """PEFT's wrappers around one module of experts, by the parameter that each adapts."""
-    found, layer = {}, outer
+    wrappers, layer = {}, outer
     while isinstance(layer, ParamWrapper):
-        found[layer.parameter_name] = layer
+        wrappers[layer.parameter_name] = layer
         layer = layer.base_layer
-    return found
+    return wrappers
 
 
 def _forward_of(outer: ParamWrapper) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -168,6 +158,6 @@ def _forward_of(outer: ParamWrapper) -> Callable[[Tensor, Tensor, Tensor], Tenso
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         used = {} if outer.disable_adapters else wrappers
         adapters = {name: ExpertAdapter.of(layer) for name, layer in used.items()}
-        return computed(experts, hidden_states, top_k_index, top_k_weights, adapters)
+        return experts_forward(experts, hidden_states, top_k_index, top_k_weights, adapters)
 
     return forward

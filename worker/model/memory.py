@@ -30,6 +30,7 @@ from worker.model.adapters import adaptable_layers
 from worker.model.architecture import without_weights
 from worker.model.packed_formats import PackedFormat
 from worker.model.sizing import PackedSizes, Shape
+from worker.model.targets import active_experts_in, experts_in
 from worker.out_of_memory import OutOfMainMemory, lacking
 from worker.refusals import MemoryTaken, NotEnoughMemory, first_line
 from worker.sharing.base import RunsAlone
@@ -120,11 +121,11 @@ def _has_head_norms(model: nn.Module) -> bool:
 
 def _width_of_experts(text: Any) -> int:
     """The intermediate sizes of all experts that one token goes through; 0: not a mixture."""
-    if not (getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)):
+    active = active_experts_in(vars(text))
+    if experts_in(vars(text)) is None or active is None:
         return 0
     each = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    return each * chosen if isinstance(each, int) and isinstance(chosen, int) else 0
+    return each * active if isinstance(each, int) else 0
 
 
 def _has_gates(model: nn.Module, hidden: int, intermediate: object) -> bool:

@@ -174,7 +174,8 @@ def _copy_buffers(model: nn.Module, known: Mapping[str, Tensor], config: Any) ->
 
 def _name_in_files(name: str) -> str:
     """Of a parameter of a PEFT model."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    parts = name.removeprefix("base_model.model.").split(".")
+    return ".".join(part for part in parts if part != "base_layer")  # one of each wrapper: experts have two
 
 
 def fill(

@@ -4,9 +4,9 @@ Imports no torch, so that memory can be estimated from names and sizes alone.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from core.jobs.hyperparameter_groups import LoraTargets
 
@@ -27,6 +27,37 @@ _ATTRIBUTES: tuple[tuple[str, Kind], ...] = (
     (r"attention|attn|mixer|mamba|ssm|conv|temporal|lstm", "attention"),
     (r"mlp|feed_forward|ffn|ff$|experts?$|moe|fc\d*$", "feed-forward"),
 )
+
+# Names of the fields of a config that have the number of experts of a layer, and of those that a token goes through.
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE_EXPERT_FIELDS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+
+
+def experts_in(text: Mapping[str, Any]) -> int | None:
+    """The experts of a layer, from the config of the text model; None: it is no mixture."""
+    return _highest(text, EXPERT_FIELDS)
+
+
+def active_experts_in(text: Mapping[str, Any]) -> int | None:
+    """The experts that a token goes through in a layer, from the config of the text model; None: it does not say."""
+    return _highest(text, ACTIVE_EXPERT_FIELDS)
+
+
+def _highest(text: Mapping[str, Any], fields: Sequence[str]) -> int | None:
+    """The first of these fields that has a number, or one for each layer: then the highest."""
+    for field in fields:
+        value = text.get(field)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if numbers and all(isinstance(number, int) and number > 0 for number in numbers):
+            return int(max(numbers))
+    return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from core.database.tables import Job
 from core.jobs import hyperparameters
 from core.jobs import tools as job_tools
 from core.jobs.distillation import asked_of
-from core.jobs.hyperparameter_groups import RATIO_TO_SAMPLER, LoraTargets
+from core.jobs.hyperparameter_groups import RATIO_TO_SAMPLER, LoraTargets, names_experts
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
@@ -226,6 +226,10 @@ def refuse_what_is_not_sampled(
     if resolved.continue_in_flight and base.fleet:
         raise UserMistake(
             "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job.method, "continue_in_flight")
+        )
+    if base.fleet and names_experts(resolved.lora_targets):
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_SLOTS_FOR_EXPERTS, param_of(job.method, "lora_targets")
         )
     if (schema or resolved.thinking_budget is not None) and (problem := schema_problem(tokenizer)):
         raise UserMistake("invalid_value", f"The model cannot do this: {problem}.", "model")

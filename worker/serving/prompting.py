@@ -1,5 +1,6 @@
 """The chat template of a request, how the model reasons with it, for how long, and what cannot be enforced."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ def template_of(request: InternalChat, adapter: Path | None) -> str | None:
         return chat_templates.text_of(request.served.chat_template)
     file = None if adapter is None else adapter / CHAT_TEMPLATE
     return file.read_text() if file is not None and file.exists() else None
+
+
+def refuse_experts(adapter: Path) -> None:
+    """Raises EngineRefused: the adapter is on experts, which neither of the server's engines computes."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    if config.get("target_parameters"):
+        raise EngineRefused(
+            "The adapter is on experts, which this server does not compute: export the format 'merged', and serve "
+            "that as a base model.",
+            code="unsupported_model",
+        )
 
 
 def reasoning_of(

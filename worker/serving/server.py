@@ -42,6 +42,7 @@ from worker.serving.engines import Builder, EngineRefused, Engines
 from worker.serving.fleet_model import FleetBuilder
 from worker.serving.handshake import Handshake
 from worker.serving.kept_model import KeptModel, ModelChoice
+from worker.serving.prompting import refuse_experts
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied
 from worker.serving.serving_metrics import Tally
 from worker.serving.vllm_server import VllmModel
@@ -206,6 +207,8 @@ async def begin(
     async with AsyncExitStack() as stack:
         stack.enter_context(places.take(body.answers))
         model, adapter = await stack.enter_async_context(engines.open(body.served))
+        if adapter is not None:
+            await asyncio.to_thread(refuse_experts, adapter)
         if isinstance(model, VllmModel):
             proxied = await asyncio.to_thread(model.prepare, body, adapter)
             return proxied.hold(stack.pop_all(), Tally(arrived, body.served.base_model, body.answers))

@@ -10,6 +10,7 @@ from worker.model.batch import RowCost
 from worker.model.memory import query_width
 from worker.model.packed import packed_elements
 from worker.model.policy import Policy
+from worker.model.targets import active_experts_in
 
 # Matrix products of a forward and backward pass. Weights: the output and the gradient of the input; of the adapter also
 # that of the weight. Attention: two forward, five backward, because the scores are computed again.
@@ -24,12 +25,12 @@ def row_cost(policy: Policy) -> RowCost | None:
     if policy.device.type != "cpu" or policy.route.forward == "rows" or not policy.layers:
         return None
     text = policy.causal.config.get_text_config()
-    experts_per_token = getattr(text, "num_experts_per_tok", None)
-    weights = sum(_products(layer, experts_per_token) for layer in policy.layers)
+    active = active_experts_in(vars(text))
+    weights = sum(_products(layer, active) for layer in policy.layers)
     return RowCost(2 * weights, 2 * ATTENTION * query_width(text) * len(policy.layers))
 
 
-def _products(layer: nn.Module, experts_per_token: int | None) -> int:
+def _products(layer: nn.Module, active_experts: int | None) -> int:
     """The weights that one token is multiplied with, each as often as it is in a product."""
     products = 0
     for parameter in layer.parameters():
@@ -38,5 +39,5 @@ def _products(layer: nn.Module, experts_per_token: int | None) -> int:
             products += times * parameter.numel()
         elif parameter.dim() == 3:  # all experts in one tensor
             experts = len(parameter)
-            products += times * parameter.numel() // experts * min(experts, experts_per_token or experts)
+            products += times * parameter.numel() // experts * min(experts, active_experts or experts)
     return products + FROZEN * packed_elements(layer)
