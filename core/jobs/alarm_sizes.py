@@ -10,8 +10,8 @@ from core.thresholds import Thresholds
 # Rules that compare the first 5 steps with the last 5 need as many (worker/recording/gaming.py).
 STEPS = 10
 VALIDATION_STEPS = 2  # the training reward of step 1 and a later one, of which validation_falls needs a rise
-# A judge grades so many answers again, each of another row (worker/rollout/anchors.py). Each costs a grade at every
-# validation.
+# The number of answers that a judge grades again, each of another row (worker/rollout/anchors.py). Each costs a grade
+# at every validation.
 ANCHORS = 16
 # The threshold of each alarm.
 THRESHOLDS = {

@@ -7,7 +7,8 @@ from starlette.testclient import TestClient
 
 from core.settings import Settings
 from tests.api.conftest import House
-from tests.api.test_full import ADAPTER, JOBS, JobRequest, of, opened, refusal, tuned
+from tests.api.test_full import ADAPTER, JobRequest, of, opened, refusal, tuned
+from tests.api.test_jobs import JOBS
 
 LORA = "method.reinforcement.hyperparameters.advanced.lora"
 

@@ -90,10 +90,10 @@ def to_fused(pairs: Sequence[Expert], *, interleaved: bool) -> tuple[FusedPair, 
     return FusedPair.of(gate_up), FusedPair.of([one.down for one in pairs])
 
 
-def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+def _has_same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether tensors are equal, also where they are not numbers."""
-    return one.shape == other.shape and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    return first.shape == second.shape and torch.equal(
+        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
     )
 
 

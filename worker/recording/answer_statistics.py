@@ -115,7 +115,7 @@ def script_counts(text: str) -> Counter[str]:
 def _plain(text: str) -> str:
     """The text in Unicode's compatibility form NFKC, without marks on letters, and with spaces for numbers.
 
-    So superscripts, circled digits and mathematical letters have no script of their own, and vowel signs do not divide
+    So superscripts, circled digits and mathematical letters count for no script, and vowel signs do not divide
     words.
     """
     if text.isascii():
