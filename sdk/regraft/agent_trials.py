@@ -25,6 +25,7 @@ from regraft.sync.client import Regraft
 
 ROUTES = ("chat/completions", "responses")
 TIMEOUT_S = 1800  # of an episode, as a job's
+MAX_BYTES = 32 << 20  # of a request
 
 Said = tuple[Any, ...]
 """A text, a call or a result of a conversation, equal in both APIs."""
@@ -60,7 +61,8 @@ class _Talk:
         with self._lock:
             continues = any(known == asked[: len(known)] and len(known) < len(asked) for known in self._known)
             self.branches += bool(self._known) and not continues
-            self._known.append([*asked, *answered(answer)])
+            if not is_cut_off(answer):  # a request behind a cut answer continues behind the one before it
+                self._known.append([*asked, *answered(answer)])
             self.turns += 1
             self.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
             self.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
@@ -112,12 +114,17 @@ def _served(talk: _Talk, model: str, key: str, client: Regraft) -> Iterator[str]
             )
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
             sent = (self.headers.get("authorization") or "").encode()
+            length = self.headers.get("content-length") or ""
             if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
                 self._respond(*_error(401, "This is not the key of the episode."))
-                return
-            self._respond(*forwarded(client, talk, self.path.removeprefix("/v1/"), body, model))
+            elif not length.isdecimal():
+                self._respond(*_error(411, "Send the body with a Content-Length."))
+            elif int(length) > MAX_BYTES:
+                self._respond(*_error(413, f"The body has more than {MAX_BYTES:,} bytes."))
+            else:
+                body = self.rfile.read(int(length))
+                self._respond(*forwarded(client, talk, self.path.removeprefix("/v1/"), body, model))
 
         def _respond(self, status: int, kind: str, content: bytes) -> None:
             self.send_response(status)
@@ -148,12 +155,13 @@ def forwarded(client: Regraft, talk: _Talk, route: str, body: bytes, model: str)
     try:
         request = json.loads(body)
         asked = request | {"model": model}
-        has_usage = bool((request.get("stream_options") or {}).get("include_usage"))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, RecursionError):
         return _error(400, "The body is not a JSON object.")
+    options = request.get("stream_options") or {}
+    has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
     counts_stream = bool(request.get("stream")) and route == ROUTES[0]
-    if counts_stream:
-        asked["stream_options"] = {"include_usage": True}
+    if counts_stream and isinstance(options, dict):
+        asked["stream_options"] = options | {"include_usage": True}
     try:
         answer = client.post(f"/{route}", body=asked, cast_to=httpx2.Response)
     except openai.APIStatusError as refused:
@@ -164,12 +172,15 @@ def forwarded(client: Regraft, talk: _Talk, route: str, body: bytes, model: str)
         talk.add(request, answer.json())
         return _of(answer)
     events = list(events_of(answer.text))
-    if not any(event.get("error") for event in events):
+    if not any(event.get("error") or event.get("type") in FAILED for event in events):
         talk.add(request, whole_of(events))
     if counts_stream and not has_usage:
         content = "".join(f"data: {json.dumps(one)}\n\n" for one in events if one.get("choices") != [])
         return 200, "text/event-stream", f"{content}data: [DONE]\n\n".encode()
     return _of(answer)
+
+
+FAILED = ("response.failed", "error")  # events of Responses
 
 
 def _of(answer: httpx2.Response) -> Response:
@@ -188,35 +199,42 @@ def _error(status: int, message: str) -> Response:
 def events_of(text: str) -> Iterator[dict[str, Any]]:
     """The JSON of server-sent events."""
     for line in text.split("\n"):
-        data = line.removeprefix("data: ")
-        if data is not line and data.startswith("{"):
-            yield json.loads(data)
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
 
 
 def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The answer of a stream, as far as it is counted: a response, or a chat completion."""
-    usage: Any = None
+    response: Mapping[str, Any] | None = None
+    usage, cause = None, None
     content, calls = "", dict[int, Any]()
     for event in events:
-        if event.get("response"):  # the last one is whole
-            usage = event["response"]
-            continue
+        response = event.get("response") or response  # the last one is whole
         usage = event.get("usage") or usage
         for choice in event.get("choices") or ():
+            cause = choice.get("finish_reason") or cause
             content += choice["delta"].get("content") or ""
             for call in choice["delta"].get("tool_calls") or ():
                 calls.setdefault(call["index"], call)
-    if usage is not None and "output" in usage:
-        whole: Mapping[str, Any] = usage
-        return whole
+    if response is not None:
+        return response
     message = {"role": "assistant", "content": content, "tool_calls": [calls[at] for at in sorted(calls)]}
-    return {"choices": [{"message": message}], "usage": usage}
+    return {"choices": [{"message": message, "finish_reason": cause}], "usage": usage}
+
+
+def is_cut_off(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer ended at its limit of tokens."""
+    causes = [choice.get("finish_reason") for choice in answer.get("choices") or ()]
+    return "length" in causes or answer.get("status") == "incomplete"
 
 
 def said_in(request: Mapping[str, Any]) -> Iterator[Said]:
     """A request as a conversation. Thoughts and the spelling of arguments make no difference, as in an episode."""
     functions = [tool.get("function", tool) for tool in request.get("tools") or ()]
-    yield "tools", json.dumps([function.get("name") for function in functions])
+    described = [
+        [function.get(name) for name in ("name", "description", "parameters")] for function in functions
+    ]
+    yield "tools", json.dumps(described, sort_keys=True)
     if request.get("instructions"):
         yield "system", request["instructions"]
     listed = request.get("messages") or request.get("input") or ()
@@ -236,7 +254,7 @@ def answered(answer: Mapping[str, Any]) -> Iterator[Said]:
 def _parts_of(item: Mapping[str, Any]) -> Iterator[Said]:
     kind = item.get("type")
     if kind == "function_call":
-        yield "call", item.get("call_id")
+        yield "call", item.get("call_id"), item.get("name"), _spelled(item.get("arguments"))
     elif kind == "function_call_output" or item.get("role") == "tool":
         yield (
             "result",
@@ -248,7 +266,16 @@ def _parts_of(item: Mapping[str, Any]) -> Iterator[Said]:
         if (text := _text(item.get("content"))) or role != "assistant":
             yield role, text
         for call in item.get("tool_calls") or ():
-            yield "call", call.get("id")
+            function = call.get("function") or {}
+            yield "call", call.get("id"), function.get("name"), _spelled(function.get("arguments"))
+
+
+def _spelled(arguments: Any) -> str:
+    """Arguments of a call in one spelling, for frameworks spell them in their own."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, TypeError):
+        return str(arguments)
 
 
 def _text(content: Any) -> str:

@@ -1,15 +1,17 @@
 """regraft.agent_trials: an agent plays without a job, and what it would learn from is counted."""
 
+import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 import regraft
 from fastapi import FastAPI, Request
-from regraft.agent_trials import Trial, try_agent
+from regraft.agent_trials import Trial, is_cut_off, try_agent, whole_of
 from regraft.agents import Agent, Episode
 from regraft.cli import main
 from starlette.responses import JSONResponse, Response
@@ -128,6 +130,61 @@ def test_an_answer_to_another_history_is_a_branch(url: str) -> None:
         create(model="m", messages=[{"role": "system", "content": "be brief"}, QUESTION])
 
     assert tried(url, play).branches == 1
+
+
+def edited_tool(asked: Any) -> None:
+    asked["tools"] = [{"type": "function", "function": TOOL["function"] | {"description": "changed"}}]
+
+
+def edited_call(asked: Any) -> None:
+    asked["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'
+
+
+@pytest.mark.parametrize("edit", [edited_tool, edited_call])
+def test_an_edited_tool_or_call_is_a_branch(url: str, edit: Any) -> None:
+    def play(episode: Episode) -> None:
+        create, messages = episode.openai().chat.completions.create, list[Any](episode.messages)
+        asked: Any = {"model": "policy", "messages": messages, "tools": [TOOL]}
+        message: Any = create(**asked).choices[0].message.to_dict()
+        messages += [message, {"role": "tool", "tool_call_id": "c", "content": "7"}]
+        edit(asked)
+        create(**asked)
+
+    assert tried(url, play).branches == 1
+
+
+def test_a_request_behind_an_answer_that_was_cut_off_is_a_branch() -> None:
+    cut = {"choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "length"}]}
+    events = [{"choices": [{"delta": {"content": "7"}, "finish_reason": "length"}]}]
+
+    assert is_cut_off(cut)
+    assert is_cut_off(whole_of(events))
+    assert is_cut_off({"status": "incomplete", "output": []})
+    assert not is_cut_off({"status": "completed", "output": []})
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [({}, 411), ({"Content-Length": "abc"}, 411), ({"Content-Length": "99999999999"}, 413)],
+)
+def test_a_body_of_unknown_or_absurd_length_is_refused_before_it_is_read(
+    url: str, header: dict[str, str], status: int
+) -> None:
+    answers: list[int] = []
+
+    def play(episode: Episode) -> None:
+        address = urlsplit(episode.base_url)
+        for key, expected in ((episode.api_key, status), ("guessed", 401)):
+            connection = http.client.HTTPConnection(address.netloc, timeout=10)
+            connection.putrequest("POST", "/v1/chat/completions")
+            for name, value in ({"Authorization": f"Bearer {key}"} | header).items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            answers.append(connection.getresponse().status - expected)
+            connection.close()
+
+    assert tried(url, play).error == ""
+    assert answers == [0, 0]
 
 
 @pytest.mark.parametrize("asks_for_usage", [False, True])
