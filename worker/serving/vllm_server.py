@@ -91,7 +91,7 @@ class VllmModel(ABC):
     def _refuse_rank(self, folder: Path) -> None:
         if folder.name not in self._ranks:
             config = LoraConfig.from_pretrained(str(folder))
-            self._ranks[folder.name] = max(config.r, *(config.rank_pattern or {}).values())
+            self._ranks[folder.name] = max([config.r, *(config.rank_pattern or {}).values()])
         rank = self._ranks[folder.name]
         if rank > self.most_rank:
             raise EngineRefused(

@@ -41,7 +41,7 @@ class AsyncPipelines:
         metadata: Mapping[str, str] | None = None,
     ) -> Pipeline:
         """Create a pipeline from stages as the API reads them (docs/howto/pipelines.md)."""
-        return await self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
+        return await self._post(PATH, {"stages": list(stages), "name": name, "metadata": metadata})
 
     async def submit(self, source: Source) -> Pipeline:
         """Create a pipeline from a .toml, .json or .yaml file; local files of its jobs are validated, all are uploaded.
@@ -54,7 +54,7 @@ class AsyncPipelines:
         try:
             for way, path in asked.uploads.items():
                 ids[way] = (await files.create(file=path, purpose="fine-tune")).id
-            return await self._post("", asked.with_ids(ids))
+            return await self._post(PATH, asked.with_ids(ids))
         except (OSError, openai.APIError) as error:
             for file_id in _unused(ids, asked.uploads, error):
                 with suppress(openai.APIError):  # the first error is the one to report

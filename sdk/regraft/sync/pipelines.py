@@ -30,7 +30,7 @@ class Pipelines:
         metadata: Mapping[str, str] | None = None,
     ) -> Pipeline:
         """Create a pipeline from stages as the API reads them (docs/howto/pipelines.md)."""
-        return self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
+        return self._post(PATH, {"stages": list(stages), "name": name, "metadata": metadata})
 
     def submit(self, source: Source) -> Pipeline:
         """Create a pipeline from a .toml, .json or .yaml file; local files of its jobs are validated, all are uploaded.
@@ -43,7 +43,7 @@ class Pipelines:
         try:
             for way, path in asked.uploads.items():
                 ids[way] = files.create(file=path, purpose="fine-tune").id
-            return self._post("", asked.with_ids(ids))
+            return self._post(PATH, asked.with_ids(ids))
         except (OSError, openai.APIError) as error:
             for file_id in _unused(ids, asked.uploads, error):
                 with suppress(openai.APIError):  # the first error is the one to report
