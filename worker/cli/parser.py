@@ -139,7 +139,7 @@ _API_AND_WORKER = tuple(
     """
     database_url broker_url graders_file hardware_file grader_environments inference_key integrations gpu_class
     default_limits sampler ranks nodes jobs_per_worker engines sampling_gpus kv_cache_gib train_token_budget
-    reconcile_seconds patience_seconds webhook_private_hosts min_free_bytes otlp_endpoint
+    reconcile_seconds patience_seconds webhook_private_hosts min_free_bytes otlp_endpoint warnings
     """.split()
 )
 _API = tuple(
@@ -153,7 +153,7 @@ _API = tuple(
 _WORKER = tuple(
     """
     claim episodes_host node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds max_failures
-    failing_steps warnings max_logprob_gap torch_threads eval_concurrency rollout_bytes_per_job rollouts_per_step
+    failing_steps max_logprob_gap torch_threads eval_concurrency rollout_bytes_per_job rollouts_per_step
     rollout_tokens_per_step keep_rollouts_days keep_checkpoints_days keep_files_days keep_audit_days orphan_hours
     scrub_days inference_max_lora_rank
     """.split()
