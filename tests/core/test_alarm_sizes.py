@@ -38,7 +38,7 @@ def sized(rows: int, steps: int, eval_interval: int) -> Resolved:
         {"batch_size": rows, "n_epochs": 1, "eval_interval": eval_interval}
     )
     resolved = resolve(asked, rows=rows, parameters=1, context=128)
-    return resolved.model_copy(update={"total_steps": steps})
+    return resolved.model_copy(update={"total_steps": steps, "on_alarm": "pause"})
 
 
 def test_each_alarm_is_named_with_the_size_that_would_do() -> None:
@@ -55,9 +55,10 @@ def test_each_alarm_is_named_with_the_size_that_would_do() -> None:
 
 
 def test_a_job_that_relies_on_no_alarm_has_no_warning() -> None:
-    relying = sized(8, 9, 1).model_copy(update={"on_alarm": "pause"})
+    relying = sized(8, 9, 1)
+    informed = relying.model_copy(update={"on_alarm": "inform"})
 
-    assert alarm_sizes.too_small(sized(8, 9, 1), Thresholds(), ["validation_falls"], 4) == []
+    assert alarm_sizes.too_small(informed, Thresholds(), ["validation_falls"], 4) == []
     assert len(alarm_sizes.too_small(relying, Thresholds(), ["validation_falls"], 4)) == 1
 
 
