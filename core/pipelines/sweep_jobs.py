@@ -168,7 +168,11 @@ def _end(
             pipeline, name, error["code"], f"No job of the sweep has succeeded: {error['message']}"
         )
         return
-    scores_JN = [validations.scores(one.job.id, steps[one.job.id]) for one in done]
+    stored_JN = [validations.scores(one.job.id, steps[one.job.id]) for one in done]
+    rows = max(map(len, stored_JN))
+    scores_JN = [
+        scores_N or [None] * rows for scores_N in stored_JN
+    ]  # a delivered step may have no validation
     validations_J = [len(validations.steps[one.job.id]) for one in done]
     ranks_J = sweeps.ranked(scores_JN, validations_J, len(swept))
     best = sweeps.best_of(ranks_J)

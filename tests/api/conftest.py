@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
+from sqlalchemy import update
 from starlette.testclient import TestClient
 
 from api.app import create_app
 from api.http.rate_limits import LocalRates
+from api.pipelines.driver import PipelineDriver
 from core.database.audit import operator_of
 from core.database.engine import Database, Work
-from core.database.tables import Organization, Project
+from core.database.tables import Organization, Pipeline, Project
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from core.tenancy import keys, tenants
@@ -191,3 +193,17 @@ def job_request(api: TestClient) -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def create_job(api: TestClient) -> Callable[..., dict[str, Any]]:
     return lambda **fields: created_job(api, request_of(api, **fields))
+
+
+@pytest.fixture
+def advance(house: House) -> Callable[[], None]:
+    """Advance each running pipeline, even if a process has just done so."""
+    driver = PipelineDriver(house.app.state.service)
+
+    def advance() -> None:
+        with house.database.write() as session:
+            session.execute(update(Pipeline).values(next_run_at=0.0))
+        while house.portal.call(driver.advance_next):
+            pass
+
+    return advance

@@ -52,20 +52,6 @@ def supervised(file: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "training_file": file, "method": {"type": "supervised"}} | fields
 
 
-@pytest.fixture
-def advance(house: House) -> Callable[[], None]:
-    """Advance each running pipeline, even if a process has just done so."""
-    driver = PipelineDriver(house.app.state.service)
-
-    def advance() -> None:
-        with house.database.write() as session:
-            session.execute(update(Pipeline).values(next_run_at=0.0))
-        while house.portal.call(driver.advance_next):
-            pass
-
-    return advance
-
-
 def end_job(house: House, job_id: str, status: str = "succeeded", model: str | None = "tiny") -> None:
     """As a worker ends it."""
     with house.database.write() as session:

@@ -7,7 +7,6 @@ import pytest
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
-from api.pipelines.driver import PipelineDriver
 from api.pipelines.stages import MAX_ERRORS
 from core.database.tables import Job, Pipeline, StepMetric
 from core.jobs.verdict import Verdict
@@ -17,19 +16,6 @@ from tests.hardware import hardware_file
 PIPELINES = "/v1/regraft/pipelines"
 ROWS = 60
 RATES = [1e-5, 1e-4, 1e-2]
-
-
-@pytest.fixture
-def advance(house: House) -> Callable[[], None]:
-    driver = PipelineDriver(house.app.state.service)
-
-    def advance() -> None:
-        with house.database.write() as session:
-            session.execute(update(Pipeline).values(next_run_at=0.0))
-        while house.portal.call(driver.advance_next):
-            pass
-
-    return advance
 
 
 def create(api: TestClient, **sweep: Any) -> Any:
@@ -267,6 +253,23 @@ def test_a_job_that_was_stopped_is_no_reason_to_stop_another(
     advance()
 
     assert [job["job_status"] for job in stage(api, made)["jobs"]] == ["cancelled", "cancelled", "running"]
+
+
+def test_a_job_that_delivers_a_step_without_a_validation_is_not_compared(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, over={"seed": [1, 2]}).json()
+    advance()
+    first, second = (job["job_id"] for job in stage(api, made)["jobs"])
+    validated(house, first, 10, 60)
+    succeeded(house, first, 10, 1.0)
+    succeeded(house, second, 10, 1.0)
+
+    advance()
+
+    ended = stage(api, made)
+    assert (ended["status"], ended["job_id"]) == ("succeeded", first)
+    assert ended["conclusion"] == "No validation row is graded in all jobs: seed 1 is only the first."
 
 
 def test_a_paused_job_is_named_by_the_note(
