@@ -393,7 +393,7 @@ class StepMetrics(_Part):
         "tokens",
     )
     discarded_episodes_tokens: int | None = metric(
-        "Tokens of the episodes that were discarded because a tool failed.", "tokens"
+        "Tokens of the episodes that were discarded because a tool or the agent failed.", "tokens"
     )
     forced_tokens: int | None = metric(
         "Tokens that closed a thought at its budget: no policy has sampled them, and none is trained on.",

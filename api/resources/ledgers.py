@@ -3,11 +3,12 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, Service, ServiceDep
 from api.http.openapi import refusals
+from api.http.ranges import NO_RANGES
 from api.http.shapes import Money
 from api.resources.estimates import in_reader
 from core.jobs import lifecycle
@@ -86,16 +87,16 @@ async def show_ledger(
     return await in_reader(service, project, read)
 
 
-@router.get("/{job_id}/ledger/download", response_class=StreamingResponse, responses=CSV | refusals(404))
-async def download_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> StreamingResponse:
+@router.get("/{job_id}/ledger/download", response_class=Response, responses=CSV | refusals(404))
+async def download_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> Response:
     """Download the ledger as CSV: a row for each step and bucket."""
 
     def written() -> str:
         return ledger.to_csv(_read(job_id, project.id, service), Price.of(service.settings))
 
-    headers = {"content-disposition": f'attachment; filename="{job_id}-ledger.csv"'}
+    headers = NO_RANGES | {"content-disposition": f'attachment; filename="{job_id}-ledger.csv"'}
     content = await in_reader(service, project, written)
-    return StreamingResponse(iter([content]), media_type="text/csv; charset=utf-8", headers=headers)
+    return Response(content, media_type="text/csv; charset=utf-8", headers=headers)
 
 
 def _read(job_id: str, project_id: str, service: Service) -> Ledger:

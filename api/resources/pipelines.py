@@ -34,7 +34,6 @@ from core.tenancy import tenants
 router = APIRouter(prefix="/regraft/pipelines", tags=["regraft"])
 
 WHOLE = PipelineClone()
-NOT_SHOWN = ("spec", "after", "jobs", "validated", "budget_gpu_seconds")  # or in another form
 
 
 class StageErrorOut(BaseModel):
@@ -115,16 +114,17 @@ class PipelineOut(BaseModel):
             metadata=pipeline.metadata_,
             cloned_from=pipeline.cloned_from,
             stages=[
-                StageOut(
-                    needs=graph.needs(plan),
-                    job_status=statuses.get(stage.get("job_id", "")),
-                    progress=runs.get(stage.get("run_id", "")),
-                    jobs=[
-                        SweptJobOut(job_status=statuses.get(one["job_id"]), **one)
-                        for one in stage.get("jobs", ())
-                    ],
-                    **{name: value for name, value in stage.items() if name not in NOT_SHOWN},
-                    spec=None if is_listed else shown_spec(stage["spec"]),
+                StageOut.model_validate(
+                    stage
+                    | {
+                        "needs": graph.needs(plan),
+                        "job_status": statuses.get(stage.get("job_id", "")),
+                        "progress": runs.get(stage.get("run_id", "")),
+                        "jobs": [
+                            one | {"job_status": statuses.get(one["job_id"])} for one in stage.get("jobs", ())
+                        ],
+                        "spec": None if is_listed else shown_spec(stage["spec"]),
+                    }
                 )
                 for stage, plan in zip(pipeline.stages, lifecycle.planned(pipeline.stages), strict=True)
             ],
@@ -258,13 +258,15 @@ async def _refuse_job(
 
 
 async def _refuse_sweep(sweep: SweepStage, name: str, where: str, service: Service, project: Project) -> None:
+    _refuse_job_of_sweep(sweep, where)
     try:
         if (twice := sweeps.place_named_twice([*sweep.over])) is not None:
             raise InvalidRequest(
                 f"Invalid value for 'over': '{twice}' names the same setting as another name.",
                 param=f"over.{twice}",
             )
-        sent, _ = sweep.jobs, sweep.gpu_seconds(Price.of(service.settings))
+        sweep.gpu_seconds(Price.of(service.settings))  # refuses money without a price
+        sent = sweep.jobs
     except InvalidRequest as mistake:
         raise pipeline_requests.named_within(mistake, where) from None
     most = tenants.limits(project, service.settings.default_limits).queued_jobs
@@ -275,16 +277,22 @@ async def _refuse_sweep(sweep: SweepStage, name: str, where: str, service: Servi
             param=f"{where}.over",
         )
     for number, body in enumerate(sent):
-        job = await _refuse_job(body, name, f"{where}.job", service, project, is_grader_known=number > 0)
-        try:
-            job.reinforcement("A sweep")
-        except InvalidRequest as mistake:
-            raise pipeline_requests.named_within(mistake, f"{where}.job") from None
-        if job.validation_split is not None:
-            raise InvalidRequest(
-                "A sweep compares its jobs on the same rows: send validation_file in place of validation_split.",
-                param=f"{where}.job.validation_split",
-            )
+        await _refuse_job(body, name, f"{where}.job", service, project, is_grader_known=number > 0)
+
+
+def _refuse_job_of_sweep(sweep: SweepStage, where: str) -> None:
+    """Refuse a job without rewards or without common rows, before its hyperparameters, which may be those of `over`."""
+    own = {name: values[0] for name, values in sweep.over.items() if name in sweeps.OF_THE_JOB}
+    job = pipeline_requests.parsed_job(sweeps.with_settings(sweep.job, own), f"{where}.job")
+    try:
+        job.reinforcement("A sweep")
+    except InvalidRequest as mistake:
+        raise pipeline_requests.named_within(mistake, f"{where}.job") from None
+    if job.validation_split is not None:
+        raise InvalidRequest(
+            "A sweep compares its jobs on the same rows: send validation_file in place of validation_split.",
+            param=f"{where}.job.validation_split",
+        )
 
 
 def _refuse_files(job: job_body.JobCreate, named: set[str], service: Service, project: Project) -> None:

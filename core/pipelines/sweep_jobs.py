@@ -1,5 +1,6 @@
 """The jobs of a sweep: reads their validations, stops the losers, ends the stage. core/pipelines/sweeps.py decides."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,9 +141,12 @@ def _leader(swept: Sequence[SweptJob], validations: Validations) -> SweptJob:
     """
     left = [one for one in swept if _may_win(one)]
     left = [one for one in left if one.job.status != "paused"] or left
-    means = {id(one): validations.mean(one.job.id) for one in left}
-    known = [one for one in left if means[id(one)] is not None]
-    return max(known, key=lambda one: means[id(one)] or 0.0) if known else left[0]
+
+    def mean(candidate: SweptJob) -> float:
+        found = validations.mean(candidate.job.id)
+        return -math.inf if found is None else found
+
+    return max(left, key=mean)
 
 
 def _stopped(work: Work, loser: SweptJob, reason: str) -> SweptJob:
@@ -157,37 +161,44 @@ def _stopped(work: Work, loser: SweptJob, reason: str) -> SweptJob:
 def _end(
     session: Session, pipeline: Pipeline, name: str, swept: Sequence[SweptJob], validations: Validations
 ) -> None:
-    """End the stage with the model of the best job. A sweep fails if none of its jobs has a model."""
+    """End the stage with the model of the best job. Without any model it has failed, or was cancelled with its jobs."""
     done = [one for one in swept if one.job.status == "succeeded" and one.job.fine_tuned_model]
     steps = delivered_steps(session, [one.job for one in done])
     done = [one for one in done if one.job.id in steps]  # the model of another one was deleted
     if not done:
-        errors = [one.job.error for one in swept if one.job.error]
-        error = errors[0] if errors else {"code": "cancelled", "message": "The jobs were cancelled."}
-        lifecycle.failed(
-            pipeline, name, error["code"], f"No job of the sweep has succeeded: {error['message']}"
-        )
+        _fail(pipeline, name, swept)
         return
-    stored_JN = [validations.scores(one.job.id, steps[one.job.id]) for one in done]
-    rows = max(map(len, stored_JN))
-    scores_JN = [
-        scores_N or [None] * rows for scores_N in stored_JN
-    ]  # a delivered step may have no validation
-    validations_J = [len(validations.steps[one.job.id]) for one in done]
-    ranks_J = sweeps.ranked(scores_JN, validations_J, len(swept))
-    best = sweeps.best_of(ranks_J)
+    scores = {one.job.id: validations.scores(one.job.id, steps[one.job.id]) for one in done}
+    compared = [one for one in done if scores[one.job.id]] or done
+    ranks_J = sweeps.ranked(
+        [scores[one.job.id] for one in compared],
+        [len(validations.steps[one.job.id]) for one in compared],
+        len(swept),
+    )
+    best = compared[sweeps.best_of(ranks_J)].job
     found = {
         one.job.id: {"reward": rank.reward, "difference": rank.difference, "low": rank.low}
-        for one, rank in zip(done, ranks_J, strict=True)
+        for one, rank in zip(compared, ranks_J, strict=True)
     }
     lifecycle.succeeded(
         pipeline,
         name,
-        model=done[best].job.fine_tuned_model,
-        job_id=done[best].job.id,
+        model=best.fine_tuned_model,
+        job_id=best.id,
         jobs=[one.entry | found.get(one.job.id, {}) for one in swept],
-        conclusion=sweeps.conclusion([one.entry["settings"] for one in done], ranks_J),
+        conclusion=sweeps.conclusion([one.entry["settings"] for one in compared], ranks_J),
     )
+
+
+def _fail(pipeline: Pipeline, name: str, swept: Sequence[SweptJob]) -> None:
+    errors = [one.job.error for one in swept if one.job.error]
+    if errors:
+        code, message = errors[0]["code"], f"No job of the sweep has succeeded: {errors[0]['message']}"
+        lifecycle.failed(pipeline, name, code, message)
+    elif any(one.job.status == "succeeded" for one in swept):
+        lifecycle.failed(pipeline, name, "model_not_found", "The models of the sweep's jobs were deleted.")
+    else:
+        lifecycle.failed(pipeline, name, "cancelled", "The jobs were cancelled.", status="cancelled")
 
 
 def stage_jobs(settings_J: Sequence[Mapping[str, Any]], jobs_J: Sequence[Job]) -> list[Entry]:

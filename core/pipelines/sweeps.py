@@ -23,7 +23,7 @@ MAX_JOBS = 16
 MIN_ROWS = 30
 Scores = Sequence[float | None]  # of each validation row; None: no answer could be graded
 
-_OF_THE_JOB = ("model", "seed")
+OF_THE_JOB = ("model", "seed")
 _HYPERPARAMETERS = ("method", "reinforcement", "hyperparameters")
 
 
@@ -34,7 +34,7 @@ def place_of(name: str) -> tuple[str, ...]:
         InvalidRequest: there is no setting of this name.
     """
     fields = [field for field in Hyperparameters.model_fields if field != "advanced"]
-    if name in _OF_THE_JOB:
+    if name in OF_THE_JOB:
         return (name,)
     if name in fields:
         return (*_HYPERPARAMETERS, name)
@@ -45,7 +45,7 @@ def place_of(name: str) -> tuple[str, ...]:
     group, dot, field = name.partition(".")
     if group in GROUPS and dot and field:
         return (*_HYPERPARAMETERS, "advanced", group, field)
-    close = get_close_matches(name, [*_OF_THE_JOB, *fields, *PLACES], n=1, cutoff=0.75)
+    close = get_close_matches(name, [*OF_THE_JOB, *fields, *PLACES], n=1, cutoff=0.75)
     meant = f" Did you mean '{close[0]}'?" if close else ""
     raise InvalidRequest(
         f"Invalid value for 'over': there is no setting '{name}'.{meant} Settings are the hyperparameters, such as "
@@ -163,11 +163,13 @@ def ranked(scores_JN: Sequence[Scores], validations_J: Sequence[int], jobs: int)
     best = next(index for index, mean in enumerate(means_J) if equal(mean, max(means_J)))
     ranks_J = []
     for index, mean in enumerate(means_J):
+        if index == best:
+            ranks_J.append(Rank(len(rows), mean, None, None))
+            continue
         differences_N = _differences(graded_JN[index], graded_JN[best])
         looks = _pairs(jobs) * max(1, validations_J[index]) * max(1, validations_J[best])
         low = sequential_low(differences_N, looks)
-        rank = Rank(len(rows), mean, math.fsum(differences_N) / len(rows), low)
-        ranks_J.append(Rank(len(rows), mean, None, None) if index == best else rank)
+        ranks_J.append(Rank(len(rows), mean, math.fsum(differences_N) / len(rows), low))
     return ranks_J
 
 
@@ -181,7 +183,7 @@ def conclusion(settings_J: Sequence[Mapping[str, Any]], ranks_J: Sequence[Rank])
     best = best_of(ranks_J)
     name = in_words(settings_J[best])
     if len(ranks_J) == 1:
-        return f"{name} is the only one that has succeeded."
+        return f"{name} is the only one to compare."
     if all(rank.reward is None for rank in ranks_J):
         return f"No validation row is graded in all jobs: {name} is only the first."
     if any(rank.difference is not None and rank.low is None for rank in ranks_J):
@@ -195,7 +197,7 @@ def conclusion(settings_J: Sequence[Mapping[str, Any]], ranks_J: Sequence[Rank])
         if index != best and not rank.is_worse
     ]
     if not close:
-        return f"{name} is better than every other one that has succeeded."
+        return f"{name} is better than every other one that was compared."
     others = " and ".join(close)
     return f"No difference beyond chance between {name} and {others}: the model is that of {name}."
 

@@ -52,15 +52,21 @@ class _Talk:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     branches: int = 0
-    _known: list[list[Said]] = field(default_factory=list)  # conversations that end with an answer
+    _known: list[list[Said]] = field(
+        default_factory=list
+    )  # that end with an answer and are not continued yet
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         usage = answer.get("usage") or {}
         asked = list(said_in(request))
         with self._lock:
-            continues = any(known == asked[: len(known)] and len(known) < len(asked) for known in self._known)
-            self.branches += bool(self._known) and not continues
+            behind = [
+                known for known in self._known if known == asked[: len(known)] and len(known) < len(asked)
+            ]
+            self.branches += self.turns > 0 and not behind
+            if behind:
+                self._known.remove(max(behind, key=len))  # a second continuation is a branch
             if not is_cut_off(answer):  # a request behind a cut answer continues behind the one before it
                 self._known.append([*asked, *answered(answer)])
             self.turns += 1
@@ -215,7 +221,11 @@ def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             cause = choice.get("finish_reason") or cause
             content += choice["delta"].get("content") or ""
             for call in choice["delta"].get("tool_calls") or ():
-                calls.setdefault(call["index"], call)
+                known = calls.setdefault(call["index"], {"function": {"arguments": ""}})
+                function = call.get("function") or {}
+                known["id"] = call.get("id") or known.get("id")
+                known["function"]["name"] = function.get("name") or known["function"].get("name")
+                known["function"]["arguments"] += function.get("arguments") or ""
     if response is not None:
         return response
     message = {"role": "assistant", "content": content, "tool_calls": [calls[at] for at in sorted(calls)]}
@@ -274,7 +284,7 @@ def _spelled(arguments: Any) -> str:
     """Arguments of a call in one spelling, for frameworks spell them in their own."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return str(arguments)
 
 

@@ -1377,7 +1377,7 @@ class StepMetrics(BaseModel):
     ungraded_tokens: int | None = None
     """Tokens of the answers that could not be graded, or that are the only graded one of their group."""
     discarded_episodes_tokens: int | None = None
-    """Tokens of the episodes that were discarded because a tool failed."""
+    """Tokens of the episodes that were discarded because a tool or the agent failed."""
     forced_tokens: int | None = None
     """Tokens that closed a thought at its budget: no policy has sampled them, and none is trained on."""
     sampled_tokens: int | None = None

@@ -85,7 +85,9 @@ def test_a_part_beyond_the_end_of_an_archive_is_refused(api: TestClient, url: st
     assert (answer.status_code, answer.json()["error"]["code"]) == (416, "range_not_satisfiable")
 
 
-@pytest.mark.parametrize("path", ["rollouts/download", "rollouts/download?format=parquet", "logs"])
+@pytest.mark.parametrize(
+    "path", ["rollouts/download", "rollouts/download?format=parquet", "logs", "ledger/download"]
+)
 def test_what_is_made_while_it_is_sent_says_that_it_has_no_parts(
     api: TestClient, create_job: Callable[..., dict[str, Any]], path: str
 ) -> None:

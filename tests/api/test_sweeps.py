@@ -83,7 +83,7 @@ def test_a_sweep_stops_the_losers_and_has_the_model_of_the_best_job(
 
     ended = stage(api, made.json())
     assert (ended["status"], ended["model"], ended["job_id"]) == ("succeeded", f"ft:{middle}", middle)
-    assert ended["conclusion"] == "learning_rate 0.0001 is better than every other one that has succeeded."
+    assert ended["conclusion"] == "learning_rate 0.0001 is better than every other one that was compared."
     assert [job["reward"] for job in ended["jobs"]] == [pytest.approx(40 / 60), 1.0, None]
     assert ended["jobs"][0]["low"] > 0
     assert api.get(f"{PIPELINES}/{made.json()['id']}").json()["status"] == "succeeded"
@@ -261,15 +261,29 @@ def test_a_job_that_delivers_a_step_without_a_validation_is_not_compared(
     made = create(api, over={"seed": [1, 2]}).json()
     advance()
     first, second = (job["job_id"] for job in stage(api, made)["jobs"])
-    validated(house, first, 10, 60)
+    validated(house, second, 10, 60)
     succeeded(house, first, 10, 1.0)
     succeeded(house, second, 10, 1.0)
 
     advance()
 
     ended = stage(api, made)
-    assert (ended["status"], ended["job_id"]) == ("succeeded", first)
-    assert ended["conclusion"] == "No validation row is graded in all jobs: seed 1 is only the first."
+    assert (ended["status"], ended["job_id"]) == ("succeeded", second)
+    assert ended["conclusion"] == "seed 2 is the only one to compare."
+
+
+def test_a_sweep_whose_jobs_were_all_cancelled_is_cancelled(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    made = create(api, over={"seed": [1, 2]}).json()
+    advance()
+    for job in stage(api, made)["jobs"]:
+        change(house, job["job_id"], status="cancelled")
+
+    advance()
+
+    ended = stage(api, made)
+    assert (ended["status"], ended["error"]["message"]) == ("cancelled", "The jobs were cancelled.")
 
 
 def test_a_paused_job_is_named_by_the_note(
@@ -339,13 +353,16 @@ def test_a_sweep_that_cannot_run_is_refused_by_its_parameter(
     assert (error["param"], message in error["message"]) == (param, True), error
 
 
-def test_a_sweep_of_jobs_without_rewards_or_common_rows_is_refused(api: TestClient) -> None:
+@pytest.mark.parametrize("over", [{"seed": [1, 2]}, {"learning_rate": [1e-5, 1e-4]}])
+def test_a_sweep_of_jobs_without_rewards_or_common_rows_is_refused(
+    api: TestClient, over: dict[str, Any]
+) -> None:
     job = request_of(api)
     supervised = {**job, "method": {"type": "supervised"}}
     split = {**job, "validation_file": None, "validation_split": 0.5}
 
-    of_method = create(api, job=supervised, over={"seed": [1, 2]}).json()["error"]
-    of_rows = create(api, job=split, over={"seed": [1, 2]}).json()["error"]
+    of_method = create(api, job=supervised, over=over).json()["error"]
+    of_rows = create(api, job=split, over=over).json()["error"]
 
     assert of_method["message"].startswith("A sweep needs a job with method 'reinforcement'")
     assert of_rows["param"] == "stages[0].sweep.job.validation_split"

@@ -134,7 +134,7 @@ def test_the_best_job_is_named_with_those_that_do_not_differ_from_it() -> None:
     )
     assert (
         sweeps.conclusion(settings[1:], ranks[1:])
-        == "seed 2 is better than every other one that has succeeded."
+        == "seed 2 is better than every other one that was compared."
     )
 
 

@@ -43,7 +43,8 @@ class Service:
                 )
             message = {"role": "assistant", **self._message(body)}
             if not body.get("stream"):
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                cause = "length" if body.get("max_tokens") == 1 else "stop"
+                choice = {"index": 0, "message": message, "finish_reason": cause}
                 return JSONResponse(
                     {"id": "c", "object": "chat.completion", "choices": [choice], "usage": USAGE}
                 )
@@ -153,14 +154,45 @@ def test_an_edited_tool_or_call_is_a_branch(url: str, edit: Any) -> None:
     assert tried(url, play).branches == 1
 
 
-def test_a_request_behind_an_answer_that_was_cut_off_is_a_branch() -> None:
-    cut = {"choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "length"}]}
+def test_a_request_behind_an_answer_that_was_cut_off_is_a_branch(url: str) -> None:
+    def play(episode: Episode) -> None:
+        create, messages = episode.openai().chat.completions.create, list[Any](episode.messages)
+        for limit in (8, 1, 8):  # the second answer is cut off
+            answer: Any = create(model="policy", messages=messages, max_tokens=limit).choices[0].message
+            messages += [answer.to_dict(), QUESTION]
+
+    assert tried(url, play).branches == 1
+
+
+def test_a_second_continuation_of_an_answer_is_a_branch(url: str) -> None:
+    def play(episode: Episode) -> None:
+        create, answer = episode.openai().chat.completions.create, {"role": "assistant", "content": "7"}
+        create(model="m", messages=[QUESTION])
+        for text in ("one", "two"):
+            history: Any = [QUESTION, answer, {"role": "user", "content": text}]
+            create(model="m", messages=history)
+
+    assert tried(url, play).branches == 1
+
+
+def test_an_answer_is_cut_off_in_both_apis_and_in_streams() -> None:
     events = [{"choices": [{"delta": {"content": "7"}, "finish_reason": "length"}]}]
 
-    assert is_cut_off(cut)
     assert is_cut_off(whole_of(events))
     assert is_cut_off({"status": "incomplete", "output": []})
     assert not is_cut_off({"status": "completed", "output": []})
+
+
+def test_a_streamed_call_that_comes_in_pieces_is_whole() -> None:
+    pieces: list[Any] = [
+        {"index": 0, "id": "c", "function": {"name": "lookup", "arguments": '{"a"'}},
+        {"index": 0, "function": {"arguments": ": 1}"}},
+    ]
+
+    whole: Any = whole_of([{"choices": [{"delta": {"tool_calls": [piece]}}]} for piece in pieces])
+
+    [call] = whole["choices"][0]["message"]["tool_calls"]
+    assert (call["id"], call["function"]) == ("c", {"name": "lookup", "arguments": '{"a": 1}'})
 
 
 @pytest.mark.parametrize(

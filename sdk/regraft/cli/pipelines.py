@@ -7,10 +7,9 @@ from typing import Any
 
 from regraft.cli.output import answer, say, table
 from regraft.cli.shared import DONE, NO, Refused, connect
+from regraft.progress import FINAL
 from regraft.sync.client import Regraft
 from regraft.types import Pipeline
-
-ENDED = ("succeeded", "failed", "cancelled")
 
 
 def pipelines_create(arguments: argparse.Namespace) -> int:
@@ -121,7 +120,7 @@ def _state(stage: Any) -> str:
     if stage.status == "running" and stage.progress:
         return f"running, {stage.progress['finished']} of {stage.progress['total']} answers"
     if stage.status == "running" and stage.jobs:
-        going = sum(job.job_status not in ENDED for job in stage.jobs)
+        going = sum(job.job_status not in FINAL for job in stage.jobs)
         return f"running, {going} of {len(stage.jobs)} jobs have not ended"
     if stage.status == "running" and stage.job_status:
         return f"running, {stage.job_id} is {stage.job_status}"
