@@ -1294,3 +1294,17 @@ def test_a_plan_spares_a_share_of_all_that_is_free_also_beside_a_teacher() -> No
     found = sizing.machine(Settings(), "cuda", 100 * GIB, "vllm", teacher_bytes=40 * GIB)
 
     assert (found.available, found.spared) == (60 * GIB, 5 * GIB)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_the_experts_of_a_config_count_under_each_of_their_names(name: str) -> None:
+    dense = present(sizing.shape_of_config(QWEN3_4B, 2))
+
+    mixture = present(sizing.shape_of_config(QWEN3_4B | {name: 16, "moe_intermediate_size": 1024}, 2))
+
+    grown = mixture.parameters - dense.parameters
+    config: dict[str, Any] = QWEN3_4B
+    layers, hidden, inside = (
+        config[field] for field in ("num_hidden_layers", "hidden_size", "intermediate_size")
+    )
+    assert grown == layers * (16 * (3 * hidden * 1024 + hidden) - 3 * hidden * inside)

@@ -157,6 +157,7 @@ class TestActiveExperts:
             ({"num_experts_per_tok": None, "moe_k": 7}, 7),
             ({}, None),
             ({"moe_topk": []}, None),
+            ({"moe_topk": [0, 2, 2]}, 2),
         ],
         ids=str,
     )

@@ -26,7 +26,7 @@ from worker.model.engine_sizes import (
     slot_rank,
 )
 from worker.model.packed_formats import PackedFormat, format_in, packed_bytes
-from worker.model.targets import Kind, LinearLayer, chosen
+from worker.model.targets import Kind, LinearLayer, active_experts_in, chosen, experts_in
 
 HEAD_CHUNK = 512  # rows of the vocabulary product alive at once: 512 x 49,152 float32 logits are 100 MB
 MAX_SEQUENCES = SEQUENCES[-1]  # that vLLM decodes side by side
@@ -1304,7 +1304,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     queries = heads * size
     keys = int(text.get("num_key_value_heads") or heads) * size
     attention = hidden * (2 * queries + 2 * keys)
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+    experts = experts_in(text) or 0
     feed_forward, intermediate = _feed_forward(text, hidden, dense, experts)
     linear = layers * (attention + feed_forward) + vocabulary * hidden
     family = str(text.get("model_type", ""))
@@ -1342,7 +1342,7 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, dense: int, experts: int
         return 3 * hidden * dense, dense
     each = int(text.get("moe_intermediate_size") or dense)
     parameters = experts * 3 * hidden * each + experts * hidden
-    return parameters, each * int(text.get("num_experts_per_tok") or 1)
+    return parameters, each * (active_experts_in(text) or 1)
 
 
 def _block_layers(
@@ -1375,7 +1375,7 @@ def _expert_layers(
     if not experts:
         return []
     each = int(text.get("moe_intermediate_size") or dense)
-    active = int(text.get("num_experts_per_tok") or 1)
+    active = active_experts_in(text) or 1
     width = experts * (2 * hidden + 3 * each)
     return [
         LinearLayer(f"model.layers.{number}.mlp.experts", "experts", width, experts, active)

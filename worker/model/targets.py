@@ -54,9 +54,10 @@ def _highest(text: Mapping[str, Any], fields: Sequence[str]) -> int | None:
     """The first of these fields that has a number, or one for each layer: then the highest."""
     for field in fields:
         value = text.get(field)
-        numbers = value if isinstance(value, list | tuple) else [value]
-        if numbers and all(isinstance(number, int) and number > 0 for number in numbers):
-            return int(max(numbers))
+        values = value if isinstance(value, list | tuple) else [value]
+        # A layer without experts has 0 in such a list.
+        if numbers := [number for number in values if isinstance(number, int) and number > 0]:
+            return max(numbers)
     return None
 
 

@@ -1,7 +1,7 @@
 """The contribution of a graded group to its step: a pack of answers with their advantages and weights.
 
-A group's rewards become advantages (grpo.py), and its answers sequences with a weight for each token. Nothing here
-computes with tensors: a run without a model reads its groups the same way. policy_loss.py is the loss of the packs.
+A group's rewards become advantages (grpo.py), and its answers sequences with a weight for each token. It
+needs no tensors, so that the ledger and a run without a model can use it. policy_loss.py is the loss of the packs.
 """
 
 import random

@@ -73,7 +73,7 @@ class Objective(ABC):
         """Return the divisor of the sum over a batch.
 
         Args:
-            lengths: those of all answers that count in one optimizer step (worker/training/policy_loss.py).
+            lengths: those of all answers that count in one optimizer step (worker/training/contributions.py).
             longest: the most tokens that an answer may have.
         """
         match cls.mean:
