@@ -23,7 +23,7 @@ from worker.model.expert_files import (
     to_per_expert,
 )
 from worker.model.quantized import files_by_tensor
-from worker.model.sharding import _name_in_files
+from worker.model.sharding import name_in_files
 
 TITLES = ("Qwen 3 MoE", "Mixtral", "gpt-oss", "Qwen 3.5 MoE", "DeepSeek V3, R1", "GLM 4.5")
 RANK, TOKENS = 3, 40
@@ -349,6 +349,6 @@ def test_a_parameter_of_experts_has_its_own_name_in_the_files_of_a_sharded_model
     peft, _ = adapted("gpt-oss")
     base = dict(family("gpt-oss").model().named_parameters())
 
-    frozen = {_name_in_files(name) for name, one in peft.named_parameters() if not one.requires_grad}
+    frozen = {name_in_files(name) for name, one in peft.named_parameters() if not one.requires_grad}
 
     assert frozen == base.keys()

@@ -134,7 +134,7 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if not parameter.requires_grad:
-                fill(_name_in_files(name), parameter, files, mesh, config, parameter.dtype)
+                fill(name_in_files(name), parameter, files, mesh, config, parameter.dtype)
 
 
 def place(policy: Policy, stand_in: Policy) -> None:
@@ -172,7 +172,7 @@ def _copy_buffers(model: nn.Module, known: Mapping[str, Tensor], config: Any) ->
         buffer.copy_(known[name])
 
 
-def _name_in_files(name: str) -> str:
+def name_in_files(name: str) -> str:
     """Of a parameter of a PEFT model."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part != "base_layer")  # one of each wrapper: experts have two
