@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, Service, ServiceDep
@@ -87,8 +87,8 @@ async def show_ledger(
     return await in_reader(service, project, read)
 
 
-@router.get("/{job_id}/ledger/download", response_class=Response, responses=CSV | refusals(404))
-async def download_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> Response:
+@router.get("/{job_id}/ledger/download", response_class=StreamingResponse, responses=CSV | refusals(404))
+async def download_ledger(job_id: str, project: CurrentProject, service: ServiceDep) -> StreamingResponse:
     """Download the ledger as CSV: a row for each step and bucket."""
 
     def written() -> str:
@@ -96,7 +96,7 @@ async def download_ledger(job_id: str, project: CurrentProject, service: Service
 
     headers = NO_RANGES | {"content-disposition": f'attachment; filename="{job_id}-ledger.csv"'}
     content = await in_reader(service, project, written)
-    return Response(content, media_type="text/csv; charset=utf-8", headers=headers)
+    return StreamingResponse([content], media_type="text/csv; charset=utf-8", headers=headers)
 
 
 def _read(job_id: str, project_id: str, service: Service) -> Ledger:

@@ -555,6 +555,7 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
         source=entry.path,
         shape=shape,
         sampler="transformers",
+        fleet=(),
         rows=False,
         quantizes_activations=False,
     )
