@@ -9,13 +9,14 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from core.model_templates import TemplateFiles, chat_renderer, format_of
+from core.template_messages import messages_for
 
 if TYPE_CHECKING:
     from core.special_tokens import SpecialTokens
@@ -58,7 +59,7 @@ class TokenCounter:
         )
         self._first: dict[str, Any] | None = {
             "tokenizer": str(files.folder / FILE),
-            "template": files.template,
+            "templates": {"default": files.template, "tool_use": files.template_for_tools},
             "special_tokens": dict(files.special_tokens),
             "cpu_seconds": cpu_seconds,
         }
@@ -109,14 +110,15 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(first["tokenizer"])
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    render = chat_renderer(first["template"], first["special_tokens"])
+    templates = first["templates"]
+    renders = {name: chat_renderer(template, first["special_tokens"]) for name, template in templates.items()}
     special = SpecialTokens.of_backend(tokenizer)
-    kept = special.answer_texts(format_of(first["template"], first["special_tokens"]))
+    kept = special.answer_texts(format_of(templates["default"], first["special_tokens"]))
     for line in sys.stdin:
         chats = json.loads(line)
         found = [special.occur_in_chat(chat["messages"], chat["tools"], kept) for chat in chats]
         texts = [
-            _rendered(render, _hidden(special, chat, kept) if has_special else chat)
+            _rendered(renders, templates, _hidden(special, chat, kept) if has_special else chat)
             for chat, has_special in zip(chats, found, strict=True)
         ]
         plain = [
@@ -140,26 +142,15 @@ def _hidden(special: "SpecialTokens", chat: Mapping[str, Any], literal: frozense
     return {**chat, "messages": messages, "tools": special.hide(chat["tools"])}
 
 
-def _rendered(render: Any, chat: Mapping[str, Any]) -> str | None:
-    """The text of a conversation, as `render` of worker/model/policy.py passes it to the template."""
-    messages = [
-        {
-            **message,
-            "role": "system" if message["role"] == "developer" else message["role"],
-            "content": _text(message.get("content")),
-        }
-        for message in chat["messages"]
-    ]
+def _rendered(
+    renders: Mapping[str, Callable[..., str]], templates: Mapping[str, str], chat: Mapping[str, Any]
+) -> str | None:
+    """The text of a conversation. None: the template rejects it."""
+    render = renders["tool_use" if chat["tools"] else "default"]
     try:
-        return str(render(messages, chat["tools"] or None, prompt=chat["prompt"]))
+        return render(messages_for(templates, chat["messages"]), chat["tools"] or None, prompt=chat["prompt"])
     except Exception:  # a template is a program
         return None
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
 
 
 if __name__ == "__main__":

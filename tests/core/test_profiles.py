@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,6 +184,32 @@ def test_tokens_are_those_of_the_worker_and_rows_that_do_not_fit_are_listed(file
     assert made.tokens is not None
     assert (made.tokens.rows, made.tokens.min, made.tokens.max) == (2, min(expected), max(expected))
     assert (made.tokens.room, made.tokens.too_long.lines) == (expected[0], [2])
+
+
+OF_CALLS = "{% for call in message.tool_calls or [] %} {{ call.function.arguments OF }}{% endfor %}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["| items | list | length", "| tojson"])
+def test_tokens_of_calls_are_those_of_the_worker(files: TemplateFiles, of: str) -> None:
+    for_tools = (
+        f"{{% for message in messages %}}{{{{ message.content }}}}{OF_CALLS.replace('OF', of)}{{% endfor %}}"
+    )
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": for_tools}
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"word": "cat"}'}}
+    row = prompt("say") | {"tools": [{"type": "function", "function": {"name": "find", "parameters": {}}}]}
+    row["messages"] += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "dog"},
+    ]
+    expected = len(render(tokenizer, row["messages"], tools=row["tools"]))
+
+    with TokenCounter(replace(files, tool_use=for_tools)) as counter:
+        made = profiled([row], room=TokenRoom(counter, 100))
+
+    assert made.tokens is not None
+    assert (made.tokens.rows, made.tokens.max) == (1, expected)
 
 
 @pytest.mark.slow

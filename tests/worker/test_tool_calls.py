@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from core.template_messages import with_ids_for
 from core.tool_parsers import PARSED, known_tool_parser, tools_problem
 from tests.tiny import tiny_tokenizer
 from worker.model.policy import render
-from worker.model.tool_calls import CallFormat, format_of, with_ids_for
+from worker.model.tool_calls import CallFormat, format_of
 from worker.packages import vllm_version
 from worker.types import ParsedAnswer
 

@@ -127,8 +127,8 @@ def _tokenize_content_as_text(renderer: Any) -> None:
     from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
     from vllm.utils.async_utils import make_async
 
+    from core.template_messages import with_ids_for
     from worker.model.chat_tokens import content_tokens
-    from worker.model.tool_calls import with_ids_for
 
     if not isinstance(renderer, HfRenderer):
         return  # vLLM's renderers of other kinds encode content apart from control tokens

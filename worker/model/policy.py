@@ -39,6 +39,7 @@ from core.scratch import scratch_folder
 from core.special_tokens import Chat, Tools
 from core.storage.disk import NoRoom
 from core.template_facts import TemplateFacts
+from core.template_messages import messages_for
 from worker.model import (
     attention,
     expert_files,
@@ -68,7 +69,6 @@ from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
-from worker.model.tool_calls import calls_as_objects, with_ids_for
 from worker.out_of_memory import is_out_of_memory, memory_named
 from worker.refusals import (
     ChatTemplateFailed,
@@ -886,7 +886,7 @@ def render(
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
             'hyperparameters.advanced.sampling.chat_template = "plain" in the job.'
         )
-    chat = list(map(_for_template, with_ids_for(chat_template or tokenizer.chat_template, messages)))
+    chat = messages_for(chat_template or tokenizer.chat_template, messages)
     arguments: dict[str, Any] = {
         "chat_template": chat_template,
         "add_generation_prompt": generation_prompt,
@@ -936,17 +936,3 @@ def configured_stops(model: PreTrainedModel) -> int | list[int] | None:
     """`eos_token_id` of the model's generation config."""
     configured: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
     return configured
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    role = "system" if message["role"] == "developer" else message["role"]
-    calls = message.get("tool_calls")
-    rendered = {**message, "role": role, "content": _text(message)}
-    return rendered | {"tool_calls": calls_as_objects(calls)} if calls else rendered
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""

@@ -12,11 +12,9 @@ import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from core.tool_parsers import known_tool_parser
 from worker.types import Call, ParsedAnswer, Rollout
 
 if TYPE_CHECKING:
@@ -24,47 +22,6 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 """The functions that an answer may call, in OpenAI's format."""
-
-
-def calls_as_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as chat templates expect them: with the arguments as objects, where they are objects in JSON."""
-    return [{**call, "function": {**call["function"], "arguments": _arguments(call)}} for call in calls]
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    text = call["function"].get("arguments", "{}")
-    try:
-        read = json.loads(text)
-    except (ValueError, TypeError, RecursionError):
-        return text
-    return read if isinstance(read, dict) else text
-
-
-_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-
-
-def with_ids_for(template: object, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with ids of calls that the template accepts: 9 letters and digits in Mistral's, equal for equal ids.
-
-    Args:
-        template: Jinja text, or several by name.
-    """
-    if known_tool_parser(template) != "mistral":
-        return [dict(message) for message in messages]
-    return [_with_short_ids(message) for message in messages]
-
-
-def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    short = dict(message)
-    if message.get("tool_calls"):
-        short["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
-    if message.get("tool_call_id"):
-        short["tool_call_id"] = _short_id(message["tool_call_id"])
-    return short
-
-
-def _short_id(call_id: str) -> str:
-    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
 
 
 class UnreadableCall(ValueError):
