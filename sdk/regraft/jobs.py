@@ -62,13 +62,13 @@ def grader_of(job: FineTuningJob) -> Any:
 
 
 def verdict_of(job: FineTuningJob) -> Verdict | None:
-    """The verdict of a job; None before its end, without a comparison, and from an older server."""
+    """The verdict of a job; None before its end, and without a comparison."""
     stored = getattr(job, "verdict", None)
     return None if stored is None else Verdict.construct(**stored)
 
 
 def result_of(job: FineTuningJob) -> JobResult | None:
-    """The result of a job; None before its end, without a validation, and from an older server."""
+    """The result of a job; None before its end, and without a validation."""
     stored = getattr(job, "result", None)
     return None if stored is None else JobResult.construct(**stored)
 

@@ -170,6 +170,7 @@ def format_1(folder: Path) -> None:
     state = {
         "optimizer": {"state": moments, "param_groups": [GROUP]},
         "steps_taken": 5,
+        "step_rate": 1.0,
         "reference": [torch.full(shape, 0.3) for shape in ADAPTER.values()],
         "torch_rng": rng(),
     }

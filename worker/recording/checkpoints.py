@@ -35,8 +35,7 @@ from worker.types import Rollback
 log = logging.getLogger(__name__)
 
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
-# checkpoint, and only after a release that reads both: both versions run side by side during a rollout. Older versions
-# ignore `step_rate` of trainer.pt, and begin with the rate of the schedule.
+# checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
 FORMAT = 1
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.

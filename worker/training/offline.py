@@ -153,7 +153,7 @@ class OfflineTrainer:
         state = read_state(folder / "trainer.pt")
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
-        self.trust.rate = state.get("step_rate", 1.0)
+        self.trust.rate = state["step_rate"]
 
 
 class RewardTrainer(OfflineTrainer):

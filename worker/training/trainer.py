@@ -346,7 +346,7 @@ class PeftTrainer:
         earlier = read_state(folder / EARLIER) if (folder / EARLIER).exists() else ()
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
-        self.trust.rate = state.get("step_rate", 1.0)
+        self.trust.rate = state["step_rate"]
         self._earlier.clear()
         self._earlier.extend(earlier)
         if self.settings.continue_in_flight:
