@@ -1,6 +1,7 @@
 """Rules of every HTTP server of the service: the size and pace of request bodies, clients that leave, shutdown."""
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,6 +19,19 @@ T = TypeVar("T")
 RETRY_AFTER = 1  # seconds; for requests that a shutdown cuts
 # Headers of server-sent events. The second one is for nginx, which would collect events into blocks.
 UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+END_OF_EVENTS = b"data: [DONE]\n\n"  # of OpenAI's streams
+
+
+def sent_event(data: bytes, *, kind: str = "", event_id: str = "") -> bytes:
+    """A server-sent event with JSON on one line, and the name and id that clients see."""
+    names = [(b"id", event_id), (b"event", kind)]
+    lines = [b"%s: %s\n" % (field, value.encode()) for field, value in names if value]
+    return b"".join([*lines, b"data: ", data, b"\n\n"])
+
+
+def json_event(body: dict[str, Any]) -> bytes:
+    """A server-sent event of an inference server, whose texts are those of tokens."""
+    return sent_event(json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 class TooSlow(HTTPException):

@@ -21,7 +21,7 @@ from api.http.json_responses import encode
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schemas
 from api.http.shapes import Body
-from core.asgi import UNBUFFERED, until_gone
+from core.asgi import UNBUFFERED, sent_event, until_gone
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.errors import AliasTargetNotFound, InvalidParameter, InvalidRequest, ModelNotFound, ServiceError
@@ -379,4 +379,4 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
             yield part
     except httpx.TransportError:  # too late for a status code; clients raise on an error event
         error = ServiceError("The inference server closed the connection before its response was complete.")
-        yield b"data: " + encode(error.envelope()) + b"\n\n"
+        yield sent_event(encode(error.envelope()))

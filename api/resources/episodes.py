@@ -21,7 +21,7 @@ from api.http.json_responses import JSON, encode
 from api.http.openapi import FOR_KEY_OF_EPISODE, refusals
 from api.http.shapes import Body
 from api.resources.chat import ANSWERS, TIMEOUT, ChatCreate
-from core.asgi import UNBUFFERED, until_gone
+from core.asgi import END_OF_EVENTS, UNBUFFERED, sent_event, until_gone
 from core.chat import Message, Text
 from core.database.states import JOB
 from core.database.tables import Job
@@ -271,8 +271,8 @@ async def _events(completion: dict[str, Any], *, with_usage: bool) -> AsyncItera
     """A chat completion as server-sent events."""
     for chunk in chunks_of(completion):
         if chunk["choices"] or with_usage:
-            yield b"data: " + encode(chunk) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+            yield sent_event(encode(chunk))
+    yield END_OF_EVENTS
 
 
 def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

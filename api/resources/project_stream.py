@@ -23,6 +23,7 @@ from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.json_responses import encode
 from api.http.shutdown import Shutdown
 from api.resources.stream import KEEP_ALIVE_SECONDS, POLL_SECONDS, Following
+from core.asgi import sent_event
 from core.database.engine import Database
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey, InvalidRequest
@@ -114,4 +115,4 @@ async def follow(log: ProjectLog, snapshot: Snapshot, shutdown: Shutdown) -> Asy
 
 def _message(at: int, state: State) -> bytes:
     data = {"object": "regraft.state", "kind": state.kind, "id": state.id, **state.data}
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (at, state.kind.encode(), encode(data))
+    return sent_event(encode(data), kind=state.kind, event_id=str(at))

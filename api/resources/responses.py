@@ -40,6 +40,7 @@ from api.resources.chat import (
     create_chat_completion,
     described,
 )
+from core.asgi import sent_event
 from core.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -667,7 +668,7 @@ class EventWriter:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": next(self._numbers)} | fields
-        return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(body))
+        return sent_event(encode(body), kind=kind)
 
     def beginning(self) -> Iterator[bytes]:
         yield self.event("response.created", response=self.answer.response())

@@ -27,7 +27,7 @@ from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.json_responses import encode
 from api.http.shutdown import Shutdown
 from api.resources.job_shapes import EventOut
-from core.asgi import UNBUFFERED
+from core.asgi import END_OF_EVENTS, UNBUFFERED, sent_event
 from core.database.engine import Database
 from core.database.states import JOB
 from core.database.tables import ApiKey
@@ -152,12 +152,12 @@ async def follow(
     while True:
         for event in news.events:
             last = event.id
-            yield b"id: %s\ndata: %s\n\n" % (event.id.encode(), encode(event))
+            yield sent_event(encode(event), event_id=event.id)
         if not news.has_more and news.status != status:
             status = news.status
             yield _named("status", log.job_id, {"status": status})
             if status in JOB.final:
-                yield b"data: [DONE]\n\n"
+                yield END_OF_EVENTS
                 return
             silence = 0.0
         elif news.events:
@@ -190,4 +190,4 @@ async def follow(
 
 def _named(event: str, job_id: str, data: Mapping[str, Any]) -> bytes:
     content = encode({"object": f"regraft.job.{event}", "id": job_id, **data})
-    return b"event: %s\ndata: %s\n\n" % (event.encode(), content)
+    return sent_event(content, kind=event)

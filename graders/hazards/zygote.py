@@ -29,7 +29,15 @@ from collections.abc import Callable
 from typing import Any
 
 from graders.sandbox import lockdown, syscalls
-from graders.sandbox.zygote import MAX_REASON, read_body, read_frame, try_in_a_child, write_body, write_frame
+from graders.sandbox.zygote import (
+    MAX_REASON,
+    read_body,
+    read_frame,
+    try_in_a_child,
+    write,
+    write_body,
+    write_frame,
+)
 
 NICE = 5  # a lower priority than the service's threads
 OUT_OF_MEMORY = 100  # exit status of a fork that ran out of memory
@@ -149,7 +157,7 @@ class HazardZygote:
             for arguments in batch.calls:
                 # The timer limits each call; RLIMIT_CPU is per process, in whole seconds. SIGPROF ends the process.
                 signal.setitimer(signal.ITIMER_PROF, self.config["cpu_s"])
-                _write(1, self._outcome(arguments))
+                write(1, self._outcome(arguments))
                 if time.monotonic() >= end:
                     os._exit(TURN_OVER)
             os._exit(0)
@@ -242,9 +250,3 @@ def _starved(wall_s: float) -> bytes:
     """Return the outcome of a call that timed out without using its processor time: the host is overloaded."""
     text = f"no result within {wall_s:g} s, and its processor time was not used up: the host is overloaded"
     return _limit("starved", text)
-
-
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]

@@ -177,9 +177,9 @@ class Zygote:
             try:
                 done = compiled(self.config["source"])
             except ValueError as cause:
-                _write(3, json.dumps({"error": str(cause)[:MAX_REASON]}).encode())
+                write(3, json.dumps({"error": str(cause)[:MAX_REASON]}).encode())
             else:
-                _write(3, json.dumps({"error": "", "modules": done.modules}).encode() + b"\n" + done.code)
+                write(3, json.dumps({"error": "", "modules": done.modules}).encode() + b"\n" + done.code)
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -610,10 +610,10 @@ def write_frame(fd: int, value: dict[str, Any]) -> None:
 
 
 def write_body(fd: int, body: bytes) -> None:
-    _write(fd, struct.pack("!I", len(body)) + body)
+    write(fd, struct.pack("!I", len(body)) + body)
 
 
-def _write(fd: int, data: bytes) -> None:
+def write(fd: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]

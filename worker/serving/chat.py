@@ -1,7 +1,6 @@
 """Chat completions of the engines that are ours, token by token. vLLM has its own server (vllm_server.py)."""
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -17,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from core.asgi import UNBUFFERED, until_gone
+from core.asgi import END_OF_EVENTS, UNBUFFERED, json_event, until_gone
 from core.chat import InternalChat, envelope, token_usage
 from core.response_format import SchemaTooLarge
 from worker.model.reasoning import Reasoning
@@ -255,12 +254,9 @@ async def streamed(completion: ChatInProgress, frame: dict[str, Any]) -> AsyncGe
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
     frame = frame | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
 
-    def event(body: dict[str, Any]) -> bytes:
-        return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
     def chunk(number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event(frame | {"choices": [choice]})
+        return json_event(frame | {"choices": [choice]})
 
     try:
         for number in range(len(completion.answers)):
@@ -286,13 +282,13 @@ async def streamed(completion: ChatInProgress, frame: dict[str, Any]) -> AsyncGe
                 if reason:
                     yield chunk(number, {}, completion.finish_reason(number, parsed))
         if wants_usage:
-            yield event(frame | {"choices": [], "usage": completion.usage})
-        yield b"data: [DONE]\n\n"
+            yield json_event(frame | {"choices": [], "usage": completion.usage})
+        yield END_OF_EVENTS
     except EngineRefused as cause:
-        yield event(envelope(cause.status, str(cause), cause.code))
+        yield json_event(envelope(cause.status, str(cause), cause.code))
     except Exception:  # the status has been sent
         log.exception("an answer failed")
-        yield event(envelope(500, MODEL_FAILED))
+        yield json_event(envelope(500, MODEL_FAILED))
 
 
 class Stream(StreamingResponse):

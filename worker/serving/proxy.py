@@ -11,7 +11,7 @@ import httpx
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from core.asgi import UNBUFFERED, until_gone
+from core.asgi import UNBUFFERED, json_event, until_gone
 from core.chat import InternalChat, InternalCompletion, envelope, token_usage
 from worker.serving.serving_metrics import Result, Tally
 
@@ -119,7 +119,7 @@ class Proxied(Response):
         except httpx.TransportError as cause:
             log.warning("an answer of %s was cut: %r", self.request.served.base_model, cause)
             self.result = "failed"
-            yield _event(envelope(500, "the model failed before the end of its answer"))
+            yield json_event(envelope(500, "the model failed before the end of its answer"))
 
     def _converted(self, event: bytes) -> bytes:
         """An event in our shape; b"": none for the client."""
@@ -134,9 +134,9 @@ class Proxied(Response):
         if "error" in part:
             self.result = "failed"
             status = part["error"].get("code")
-            return _event(error_of(status if isinstance(status, int) else 500, data))
+            return json_event(error_of(status if isinstance(status, int) else 500, data))
         changed = self.chunk(part)
-        return b"" if changed is None else _event(changed)
+        return b"" if changed is None else json_event(changed)
 
     def count(self, usage: MutableMapping[str, Any] | None) -> None:
         """Take over the token counts so far."""
@@ -227,7 +227,3 @@ def error_of(status: int, content: bytes) -> dict[str, Any]:
     if status < 500 and (param in InternalChat.model_fields or param in InternalCompletion.model_fields):
         return envelope(status, message, "invalid_value", param)
     return envelope(status, message)
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
