@@ -1,7 +1,8 @@
 """Fault injection: run jobs on PostgreSQL, Redis and S3 during crashes and outages, and check that none is harmed.
 
-First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9, in
-each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`:
+First every job runs undisturbed. Then the same jobs again, and `--kills` times a run or a worker gets kill -9: a
+worker while it checks the files of new jobs, and then runs in each phase equally often (sampling, grading, update,
+checkpoint, upload). Then `--outages`:
 
     the broker restarts, and is gone for 60 s
     PostgreSQL and all its backends get kill -9, three times, and the database is gone for 60 s
@@ -67,7 +68,8 @@ from tests.tiny import make_tiny_model
 from worker.supervisor import retention
 
 ROOT = Path(__file__).parents[1]
-PHASES = ("validation", "sampling", "grading", "update", "checkpoint", "upload")
+PHASES = ("sampling", "grading", "update", "checkpoint", "upload")  # of a run
+VALIDATION = "validation"  # of a job's files, by a worker
 LEASE_SECONDS = 12.0
 # A python grader, so that a grade takes long enough to die in.
 GRADER = {
@@ -199,7 +201,7 @@ def chaos(
         killed: Counter[str] = Counter()
         disturbed: list[dict[int, str]] = []
         while sum(killed.values()) < kills and time.monotonic() < began + 60 * minutes:
-            disturbed.append(house.create_all())
+            disturbed.append(house.create_all_and_kill_their_validation(killed))
             others.create()
             house.kill_until(kills, killed, disturbed[-1], dice)
         for batch in disturbed:
@@ -220,7 +222,7 @@ def chaos(
         figures = {
             "kills": sum(killed.values()) + house.services_killed,
             **others.figures(len(QUESTIONS)),
-            **{f"kills_in_{phase}": killed[phase] for phase in PHASES},
+            **{f"kills_in_{phase}": killed[phase] for phase in (VALIDATION, *PHASES)},
             "jobs": len(jobs),
             "lost": sum(house.status(job) != "succeeded" for _, job in jobs),
             "unequal_adapters": sum(house.adapter(job) != expected[seed] for seed, job in jobs),
@@ -364,6 +366,21 @@ class House:
         self.first_job = self.first_job or made[0]
         return made
 
+    def create_all_and_kill_their_validation(self, killed: Counter[str]) -> dict[int, str]:
+        """`create_all`, and the worker that first checks the jobs' files is killed."""
+        order = self.orders / VALIDATION
+        write_order(order, False, self.size.moment / 2)
+        jobs = self.create_all()
+        deadline = time.monotonic() + 30
+        while order.exists() and time.monotonic() < deadline:
+            rest()
+        if order.exists():
+            order.unlink(missing_ok=True)
+        else:
+            killed[VALIDATION] += 1
+            say(f"kill {killed.total()} in {VALIDATION}")
+        return jobs
+
     def others(self) -> Others:
         """The work beside jobs. Call it when the first jobs have ended."""
         return Others(self.client, self.database, self.first_job, self.request)
@@ -452,7 +469,7 @@ class House:
             time.sleep(dice.random() * 2 * self.size.pause)
             phase = min(PHASES, key=lambda one: (killed[one], dice.random()))
             # Now and then the whole worker; the run that it watches dies with it.
-            parent = dice.random() < 0.15 and phase != "validation"
+            parent = dice.random() < 0.15
             died = self._kill_in(phase, parent, dice.random() * self.size.moment, jobs, killed)
             if died is None:
                 return
@@ -462,10 +479,7 @@ class House:
     def _kill_in(
         self, phase: str, parent: bool, delay: float, jobs: dict[int, str], killed: Counter[str]
     ) -> str | None:
-        """Have the next process that enters this phase killed, or after a while one in another phase.
-
-        None: half of the jobs have ended. The phase in which it was otherwise.
-        """
+        """Have the next run that enters this phase killed, and return the phase. None: half of the jobs have ended."""
         while True:
             order = self.orders / phase
             write_order(order, parent, delay)
@@ -481,8 +495,6 @@ class House:
             open_jobs = [job for job in jobs.values() if self.status(job) not in ("succeeded", "failed")]
             if len(open_jobs) <= len(jobs) // 2:
                 return None
-            if phase == "validation":
-                phase = min(PHASES[1:], key=lambda one: killed[one])
 
     def broker_restarts(self) -> None:
         self._running()
