@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from core.jobs.hyperparameters import Resolved
-from core.rewards import equal
-from core.statistics import sequential_low
+from core.statistics import differences, paired, sequential_low
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NO_RESULT, NOT_EXECUTED, StopReason
@@ -333,11 +332,7 @@ def _against_base(base_N: RowScores | None, scores_N: RowScores) -> dict[str, fl
 
 def below_best(best_N: RowScores | None, now_N: RowScores, looks: int) -> dict[str, float | None]:
     """The paired fall from the best validation; any two of the validations of the job may be the pair."""
-    falls = [
-        0.0 if equal(best, now) else best - now
-        for best, now in zip(best_N or [None] * len(now_N), now_N, strict=True)
-        if best is not None and now is not None
-    ]
+    falls = [] if best_N is None else differences(paired(now_N, best_N))
     if not falls:
         return {}
     return {

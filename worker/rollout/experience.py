@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from core.jobs.alarm_sizes import ALARMS
 from core.jobs.hyperparameters import Resolved
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
@@ -369,7 +370,7 @@ class RolloutExperience:
         self, found: Sequence[Finding], train_P: Sequence[Group], valid_P: Sequence[Group]
     ) -> Pause | None:
         """The pause for the first alarm among the findings, if the job asks for one."""
-        alarm = next((one for one in found if one.rule in monitors.ALARMS), None)
+        alarm = next((one for one in found if one.rule in ALARMS), None)
         if alarm is None or self.settings.on_alarm != "pause":
             return None
         return pause_of(alarm, train_P, valid_P)
