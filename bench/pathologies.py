@@ -260,7 +260,7 @@ async def alarms(experience: RolloutExperience) -> tuple[dict[str, int], History
         validated = await experience.validate(step, clock) if experience.schedule.is_measured(step) else None
         data = experience.measure(step, clock, history, learned, validated)
         details = experience.details(data, history, learned, validated)
-        silent = learned and metrics.no_signal(learned.groups_P, experience.settings, history.steps)
+        silent = learned and metrics.no_signal(learned.all_P, learned.signals_P, history.steps)
         if silent and not silent.is_success:
             found.setdefault("no_signal", step)
         for finding in details.findings:

@@ -62,15 +62,29 @@ def _mean_and_error(values_N: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / number)
 
 
+def paired(first_N: Sequence[float | None], second_N: Sequence[float | None]) -> list[tuple[float, float]]:
+    """The pairs of which both values are there.
+
+    Raises:
+        ValueError: there are not as many first values as second ones.
+    """
+    pairs = zip(first_N, second_N, strict=True)
+    return [(first, second) for first, second in pairs if first is not None and second is not None]
+
+
+def differences(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """The second value of each pair minus the first; exactly 0 if they differ by rounding only."""
+    return [0.0 if equal(first, second) else second - first for first, second in pairs]
+
+
 def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
     """The second values minus the first, with the 95 % interval of Student's t. Pairs with a None are counted only."""
-    graded = [(a, b) for a, b in pairs if a is not None and b is not None]
-    number = len(graded)
-    differences = [0.0 if equal(a, b) else b - a for a, b in graded]
-    mean = differences[0] if number == 1 else None
+    graded = paired([first for first, _ in pairs], [second for _, second in pairs])
+    number, values = len(graded), differences(graded)
+    mean = values[0] if number == 1 else None
     low = high = error = None
     if number > 1:
-        mean, error = _mean_and_error(differences)
+        mean, error = _mean_and_error(values)
         half = student(number - 1) * error
         low, high = mean - half, mean + half
     return {
@@ -82,9 +96,9 @@ def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dic
         "standard_error": error,
         "ci_low": low,
         "ci_high": high,
-        "wins": sum(value > 0 for value in differences),
-        "losses": sum(value < 0 for value in differences),
-        "ties": sum(value == 0 for value in differences),
+        "wins": sum(value > 0 for value in values),
+        "losses": sum(value < 0 for value in values),
+        "ties": sum(value == 0 for value in values),
     }
 
 

@@ -372,6 +372,10 @@ class StepMetrics(_Part):
         "the rows, once for each update.",
         "tokens",
     )
+    masked_tokens: int | None = metric(
+        "Tokens that `importance` left out of the loss: the share `masked_fraction` of such answers.",
+        "tokens",
+    )
     not_updated_tokens: int | None = metric(
         "Tokens of such answers in a step whose update changed nothing.", "tokens"
     )

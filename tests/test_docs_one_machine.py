@@ -15,7 +15,8 @@ from worker.cli.doctor import doctor
 from worker.doctor.check import CHECKS
 from worker.doctor.host import Host
 
-PAGE = (Path(__file__).parents[1] / "docs/howto/one-machine.md").read_text()
+HOWTO = Path(__file__).parents[1] / "docs/howto"
+PAGE = (HOWTO / "one-machine.md").read_text()
 [VARIABLES] = [
     dict(line.split("=", 1) for line in block.splitlines())
     for block in re.findall(r"^```ini\n(REGRAFT_.*?)^```", PAGE, re.M | re.S)
@@ -51,6 +52,18 @@ def test_a_unit_creates_the_folder_of_data_for_its_user() -> None:
     assert VARIABLES["REGRAFT_DATA_DIR"] == f"/var/lib/{folder}"
     assert Path(VARIABLES["HF_HOME"]).is_relative_to(VARIABLES["REGRAFT_DATA_DIR"])
     assert re.search(rf"^useradd .* --home-dir /var/lib/{folder} .* {user}$", PAGE, re.M)
+
+
+def test_what_is_created_and_set_on_one_machine_is_on_this_page_alone() -> None:
+    """The page about several machines links to it."""
+    assert lines_of_blocks(PAGE) & lines_of_blocks((HOWTO / "operations.md").read_text()) == set()
+
+
+def lines_of_blocks(page: str) -> set[str]:
+    """Commands that create something, and settings; a prompt stands before what anybody may call."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
+    lines = "\n".join(blocks).splitlines()
+    return {line for line in lines if line.strip() and not line.startswith("$ ")}
 
 
 def test_the_inference_server_listens_where_the_api_looks() -> None:

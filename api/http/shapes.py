@@ -1,6 +1,7 @@
 """Base schemas of requests and responses."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -135,6 +136,11 @@ class Money(BaseModel):
 
     amount: float
     currency: Annotated[str, Field(description="ISO 4217.")]
+
+    @classmethod
+    def of(cls, cost: Mapping[str, Any] | None) -> "Money | None":
+        """None: there is no price."""
+        return None if cost is None else cls(**cost)
 
 
 class RunErrorOut(BaseModel):

@@ -76,7 +76,8 @@ async def respond_in_episode(
     completion = await until_gone(request.receive, to_run(runs, episode, "chat", asked))
     if completion is None:
         return Response(status_code=499)
-    answer = ResponseInProgress(body, body.model, completion["id"].removeprefix("chatcmpl-"))
+    id, created = completion["id"].removeprefix("chatcmpl-"), completion["created"]
+    answer = ResponseInProgress(body, body.model, id, created)
     if not body.stream:
         return JSON(response_of(answer, completion))
     return StreamingResponse(

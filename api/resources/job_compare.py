@@ -119,13 +119,12 @@ async def compare_jobs(
 
 def _compared_job(validation: Validated, of_job: Ledger, price: Price) -> ComparedJob:
     job = validation.job
-    cost = price.amount(job.gpu_seconds)
     return ComparedJob(
         job_id=job.id,
         model=job.fine_tuned_model or job.model,
         step=None if validation.page is None else validation.page.step,
         gpu_seconds=job.gpu_seconds,
-        cost=None if cost is None else Money(**cost),
+        cost=Money.of(price.amount(job.gpu_seconds)),
         ledger=buckets_of(of_job, price),
     )
 

@@ -78,7 +78,7 @@ async def show_ledger(
             job_id=job_id,
             tokens=sum(bucket.tokens for bucket in buckets),
             gpu_seconds=gpu_seconds,
-            cost=_cost(price, gpu_seconds),
+            cost=Money.of(price.amount(gpu_seconds)),
             waiting_seconds=found.waiting,
             buckets=buckets,
             steps=[_step(step) for step in found.steps] if steps else [],
@@ -116,15 +116,10 @@ def buckets_of(found: Ledger, price: Price) -> list[LedgerBucket]:
             tokens_percent=of_tokens[bucket],
             gpu_seconds=seconds_of(gpu_time[bucket]),
             time_percent=of_time[bucket],
-            cost=_cost(price, seconds_of(gpu_time[bucket])),
+            cost=Money.of(price.amount(seconds_of(gpu_time[bucket]))),
         )
         for bucket, title in ledger.TITLES.items()
     ]
-
-
-def _cost(price: Price, gpu_seconds: float) -> Money | None:
-    cost = price.amount(gpu_seconds)
-    return None if cost is None else Money(**cost)
 
 
 def _step(step: StepLedger) -> StepUse:

@@ -4,11 +4,11 @@ A request is converted to a chat completion (api/resources/chat.py), and its res
 Nothing is stored: to continue a conversation, send the earlier messages again.
 """
 
+import hashlib
 import json
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -62,6 +62,7 @@ from core.chat import (
     TopP,
     refusal_as_text,
 )
+from core.conversations import merged
 from core.errors import (
     InvalidParameter,
     InvalidRequest,
@@ -395,41 +396,13 @@ class ResponseCreate(Generation):
         return self.tool_choice if self.tools else None
 
 
-def merged(messages: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """The messages of a chat: calls of one answer, and text after them, are items here, and one message there.
-
-    Results must follow their calls there: text between them would be refused, or break a chat template.
-    """
-    chat: list[dict[str, Any]] = []
-    said_after: dict[int, list[Any]] = defaultdict(list)  # by the place of the message with the calls
-    for message in messages:
-        if message is None:
-            continue
-        last = chat[-1] if chat else {}
-        if "tool_calls" in message and last.get("role") == "assistant":
-            last.setdefault("tool_calls", []).extend(message["tool_calls"])
-        elif "tool_calls" in last and message["role"] == "assistant":
-            said_after[len(chat) - 1].append(message["content"])
-        else:
-            chat.append(message)
-    for index, contents in said_after.items():
-        # One text: the parts of all may be more than a message may have.
-        texts = (content for content in (chat[index]["content"], *contents) if content is not None)
-        chat[index]["content"] = "\n".join(map(_text, texts))
-    return chat
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 @dataclass
 class MessageInProgress:
     """A message of the answer."""
 
+    id: str
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(24)}")
 
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
@@ -447,10 +420,10 @@ class MessageInProgress:
 class CallInProgress:
     """A call of the answer."""
 
+    id: str
     call_id: str
     name: str
     arguments: str = ""
-    id: str = field(default_factory=lambda: f"fc_{secrets.token_hex(24)}")
 
     def item(self, status: str) -> dict[str, Any]:
         """openai.types.responses.ResponseFunctionToolCall."""
@@ -475,6 +448,21 @@ class ResponseInProgress:
     items: list[MessageInProgress | CallInProgress] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
+
+    def add_message(self, text: str = "", logprobs: Sequence[dict[str, Any]] = ()) -> MessageInProgress:
+        message = MessageInProgress(self._item_id("msg"), text, list(logprobs))
+        self.items.append(message)
+        return message
+
+    def add_call(self, call_id: str, name: str, arguments: str = "") -> CallInProgress:
+        call = CallInProgress(self._item_id("fc"), call_id, name, arguments)
+        self.items.append(call)
+        return call
+
+    def _item_id(self, kind: str) -> str:
+        """The id of the next item, by its place: a response that is made again has the same ones."""
+        digest = hashlib.sha256(f"{self.id}/{len(self.items)}".encode()).hexdigest()
+        return f"{kind}_{digest[:48]}"
 
     @property
     def calls(self) -> list[CallInProgress]:
@@ -586,13 +574,12 @@ async def create_response(
 def response_of(answer: ResponseInProgress, completion: dict[str, Any]) -> dict[str, Any]:
     """The whole response whose chat completion this is."""
     [choice] = completion["choices"]
-    calls = [
-        CallInProgress(call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in choice["message"].get("tool_calls") or ()
-    ]
+    calls = choice["message"].get("tool_calls") or ()
     text, logprobs = choice["message"]["content"] or "", (choice["logprobs"] or {}).get("content") or []
-    answer.items = [MessageInProgress(text, logprobs)] if text or logprobs or not calls else []
-    answer.items += calls
+    if text or logprobs or not calls:
+        answer.add_message(text, logprobs)
+    for call in calls:
+        answer.add_call(call["id"], call["function"]["name"], call["function"]["arguments"])
     answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
     return answer.response()
 
@@ -725,8 +712,7 @@ class EventWriter:
         answer = self.answer
         if answer.items and isinstance(answer.items[-1], MessageInProgress):
             return
-        message = MessageInProgress()
-        answer.items.append(message)
+        message = answer.add_message()
         place, begun = self._place_of(message), message.beginning(answer.status)
         yield self.event("response.output_item.added", output_index=place["output_index"], item=begun)
         yield self.event("response.content_part.added", **place, content_index=0, part=message.part())
@@ -734,8 +720,7 @@ class EventWriter:
     def _call(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         number, function = delta["index"], delta.get("function") or {}
         if number >= len(self.answer.calls):
-            call = CallInProgress(delta["id"], function["name"])
-            self.answer.items.append(call)
+            call = self.answer.add_call(delta["id"], function["name"])
             index, added = len(self.answer.items) - 1, call.item("in_progress")
             yield self.event("response.output_item.added", output_index=index, item=added)
         call = self.answer.calls[number]

@@ -36,7 +36,6 @@ class UsageRowOut(BaseModel):
 
     @classmethod
     def of(cls, row: UsageRow, price: Price) -> "UsageRowOut":
-        cost = price.amount(row.gpu_seconds)
         return cls(
             day=None if row.day is None else _date(row.day),
             model=row.model,
@@ -47,7 +46,7 @@ class UsageRowOut(BaseModel):
             unused_tokens=row.unused_tokens,
             trained_tokens=row.trained_tokens,
             grader_tokens=row.grader_tokens,
-            cost=None if cost is None else Money(**cost),
+            cost=Money.of(price.amount(row.gpu_seconds)),
         )
 
 

@@ -1,7 +1,8 @@
-"""Find the alarms that a job is too small for, so that they can never fire (docs/howto/signal.md). Pure functions."""
+"""The alarms, and those that a job is too small for, so that they can never fire (docs/howto/signal.md)."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from core.jobs.hyperparameters import Resolved
 from core.statistics import fewest_values
@@ -13,12 +14,25 @@ VALIDATION_STEPS = 2  # the training reward of step 1 and a later one, of which 
 # The number of answers that a judge grades again, each of another row (worker/rollout/anchors.py). Each costs a grade
 # at every validation.
 ANCHORS = 16
-# The threshold of each alarm.
-THRESHOLDS = {
-    "shadow_divergence": "shadow_divergence",
-    "one_sided_gain": "part_gain",
-    "judge_drift": "judge_drift",
-    "validation_falls": "validation_fall",
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rule of gaming or overfitting, on which `stopping.on_alarm` of a job acts. All other rules only inform."""
+
+    threshold: str  # its field in Thresholds
+    steps: int = 0  # the fewest of a job in which it can fire
+    # The tests that its bound pays for in a job of this many validations; None: it has no bound.
+    tests: Callable[[int], int] | None = None
+
+
+ALARMS: Mapping[str, Alarm] = {
+    "shadow_divergence": Alarm("shadow_divergence", tests=lambda looks: looks),
+    "one_sided_gain": Alarm("part_gain", STEPS),
+    "judge_drift": Alarm("judge_drift", tests=lambda looks: 2 * looks),
+    "validation_falls": Alarm(
+        "validation_fall", VALIDATION_STEPS, tests=lambda looks: math.comb(looks + 1, 2)
+    ),
 }
 
 
@@ -37,7 +51,7 @@ def too_small(
     """
     if settings.on_alarm == "inform" and "shadow_divergence" not in alarms:
         return []
-    watched = [name for name in alarms if getattr(thresholds, THRESHOLDS[name]) is not None]
+    watched = [name for name in alarms if getattr(thresholds, ALARMS[name].threshold) is not None]
     lacking = list(_lacking(settings, watched, valid_rows))
     if not lacking:
         return []
@@ -46,17 +60,12 @@ def too_small(
 
 def _lacking(settings: Resolved, alarms: Collection[str], valid_rows: int) -> Iterator[str]:
     looks = settings.validations
-    tests = {
-        "shadow_divergence": looks,
-        "judge_drift": 2 * looks,
-        "validation_falls": math.comb(looks + 1, 2),
-    }
-    steps = {"one_sided_gain": STEPS, "validation_falls": VALIDATION_STEPS}
     validations = f"{looks} validation{'s' * (looks != 1)}"
     for name in alarms:
-        rows = fewest_values(tests[name]) if name in tests else 0
-        if settings.total_steps < (needed := steps.get(name, 0)):
-            yield f"{name} needs {needed} steps, and there are {settings.total_steps}"
+        alarm = ALARMS[name]
+        rows = 0 if alarm.tests is None else fewest_values(alarm.tests(looks))
+        if settings.total_steps < alarm.steps:
+            yield f"{name} needs {alarm.steps} steps, and there are {settings.total_steps}"
         elif name == "judge_drift" and rows > ANCHORS:
             yield f"{name} needs {rows} answers with {validations}, grades {ANCHORS} again, and needs fewer validations"
         elif valid_rows < rows:

@@ -16,7 +16,7 @@ from core.errors import InvalidRequest
 from core.jobs.hyperparameter_places import GROUPS, PLACES
 from core.jobs.hyperparameters import Hyperparameters
 from core.rewards import equal
-from core.statistics import sequential_low
+from core.statistics import differences, paired, sequential_low
 
 MAX_JOBS = 16
 # Of validations that stop a job. With fewer, rare large differences are easily missing, and the bound is too narrow.
@@ -116,7 +116,7 @@ def beaten(candidate: Candidate, others: Sequence[Candidate], jobs: int) -> str 
             continue
         step = max(shared)
         looks = math.ceil(_pairs(jobs) * (math.pi * len(shared)) ** 2 / 6)
-        differences_N = _differences(candidate.scores(step), other.scores(step))
+        differences_N = differences(paired(candidate.scores(step), other.scores(step)))
         low = sequential_low(differences_N, looks) if len(differences_N) >= MIN_ROWS else None
         if low is not None and low > 0:
             mean = math.fsum(differences_N) / len(differences_N)
@@ -166,7 +166,7 @@ def ranked(scores_JN: Sequence[Scores], validations_J: Sequence[int], jobs: int)
         if index == best:
             ranks_J.append(Rank(len(rows), mean, None, None))
             continue
-        differences_N = _differences(graded_JN[index], graded_JN[best])
+        differences_N = differences(paired(graded_JN[index], graded_JN[best]))
         looks = _pairs(jobs) * max(1, validations_J[index]) * max(1, validations_J[best])
         low = sequential_low(differences_N, looks)
         ranks_J.append(Rank(len(rows), mean, math.fsum(differences_N) / len(rows), low))
@@ -200,15 +200,6 @@ def conclusion(settings_J: Sequence[Mapping[str, Any]], ranks_J: Sequence[Rank])
         return f"{name} is better than every other one that was compared."
     others = " and ".join(close)
     return f"No difference beyond chance between {name} and {others}: the model is that of {name}."
-
-
-def _differences(first_N: Scores, second_N: Scores) -> list[float]:
-    """The second scores minus the first, of the rows that have both."""
-    return [
-        0.0 if equal(first, second) else second - first
-        for first, second in zip(first_N, second_N, strict=True)
-        if first is not None and second is not None
-    ]
 
 
 def _pairs(jobs: int) -> int:

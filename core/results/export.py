@@ -18,6 +18,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
+from core.jobs.hyperparameter_groups import names_experts
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
 from core.jobs.verdict import Verdict
 from core.masking import hide_in_method
@@ -205,11 +206,30 @@ def gather(
         name = tuned_models.names(session, [checkpoint]).get(
             checkpoint.id, f"{job.id} at step {checkpoint.step}"
         )
+    rank = (
+        _highest_rank(blobs, files) if names_experts((job.resolved or {}).get("lora_targets", ())) else None
+    )
     texts = {
-        "README.md": model_card(name, recipe, steps).encode(),
+        "README.md": model_card(name, recipe, steps, rank).encode(),
         "reproduce.json": (json.dumps(recipe, indent=2, ensure_ascii=False) + "\n").encode(),
     }
     return TakeHome(f"{job.id}-step-{checkpoint.step}", files, texts)
+
+
+def _highest_rank(blobs: BlobStore, files: Sequence[StoredFile]) -> int | None:
+    """The highest rank of an adapter on experts, for which engines need room. None: it is on no experts.
+
+    Raises:
+        NotFound: its config is missing.
+    """
+    [key] = [file.key for file in files if file.name == "adapter_config.json"]
+    try:
+        config = json.loads(blobs.read(key))
+    except BlobNotFound:
+        raise NotFound("The config of the adapter is missing.", param="checkpoint_id") from None
+    if not config["target_parameters"]:
+        return None
+    return max([config["r"], *config["rank_pattern"].values()])
 
 
 def _recipe(
@@ -320,8 +340,14 @@ TRAINED_BY = {
 }
 
 
-def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
-    """README.md with the front matter of the Hugging Face Hub."""
+def model_card(
+    name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics], expert_rank: int | None = None
+) -> str:
+    """README.md with the front matter of the Hugging Face Hub.
+
+    Args:
+        expert_rank: the highest rank of an adapter on experts.
+    """
     base, checkpoint = recipe["base_model"], recipe["checkpoint"]
     requested = recipe["request"]["method"]
     method = requested["type"]
@@ -344,6 +370,11 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(f"```python\n{WHOLE_LOADING_CODE}```\n\n")
     else:
         _write_loading(card, base, method)
+    if expert_rank is not None:
+        card.write(
+            f"The adapter is on experts, and its highest rank is {expert_rank}: start vLLM with a `--max-lora-rank` of "
+            f"at least {expert_rank}.\n\n"
+        )
     if samples:
         _write_rewards(card, recipe, steps)
     else:

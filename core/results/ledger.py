@@ -23,6 +23,7 @@ PERMILLE = 1000
 # In the order of reports. The first ones have a metric of the step, such as `learned_tokens`.
 BY_ANSWER = {
     "learned": "Learned",
+    "masked": "Masked by importance",
     "not_updated": "Update changed nothing",
     "no_advantage": "No advantage in a mixed group",
     "zero_variance": "Zero-variance groups",
@@ -32,6 +33,7 @@ BY_ANSWER = {
     "discarded_episodes": "Discarded episodes",
     "forced": "Forced end of a thought",
 }
+COMPUTED = ("learned", "masked", "not_updated")  # those that an update computes
 TITLES = BY_ANSWER | {
     "unused": "Sampled for no step",
     "grader_wait": "Waiting for the grader",
@@ -127,7 +129,7 @@ def _by_answer(time: int, tokens: Amounts) -> dict[str, int]:
 
 def _by_update(time: int, tokens: Amounts) -> dict[str, int]:
     """The update computes the answers with a gradient. Without one, its time is divided like that of sampling."""
-    learned = {bucket: tokens[bucket] for bucket in ("learned", "not_updated") if bucket in tokens}
+    learned = {bucket: tokens[bucket] for bucket in COMPUTED if bucket in tokens}
     return _by_answer(time, learned or tokens)
 
 

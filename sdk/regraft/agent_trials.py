@@ -20,15 +20,13 @@ from typing import Any
 import httpx2
 import openai
 
+from regraft._rules.conversations import Message, continued, merged, spelled, text_of
 from regraft.agents import Agent, Episode, reward_of
 from regraft.sync.client import Regraft
 
 ROUTES = ("chat/completions", "responses")
 TIMEOUT_S = 1800  # of an episode, as a job's
 MAX_BYTES = 32 << 20  # of a request
-
-Said = tuple[Any, ...]
-"""A text, a call or a result of a conversation, equal in both APIs."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,22 @@ class _Talk:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     branches: int = 0
-    _known: list[list[Said]] = field(
-        default_factory=list
-    )  # that end with an answer and are not continued yet
+    # The tools and messages of those that end with a whole answer and are not continued yet.
+    _known: list[tuple[str, list[Message]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         usage = answer.get("usage") or {}
-        asked = list(said_in(request))
+        tools, messages = spelled(tools_in(request)), messages_in(request)
         with self._lock:
-            behind = [
-                known for known in self._known if known == asked[: len(known)] and len(known) < len(asked)
-            ]
+            behind = [one for one in self._known if one[0] == tools and continued(one[1], messages)]
             self.branches += self.turns > 0 and not behind
             if behind:
-                self._known.remove(max(behind, key=len))  # a second continuation is a branch
+                self._known.remove(
+                    max(behind, key=lambda one: len(one[1]))
+                )  # a second continuation is a branch
             if not is_cut_off(answer):  # a request behind a cut answer continues behind the one before it
-                self._known.append([*asked, *answered(answer)])
+                self._known.append((tools, [*messages, answer_in(answer)]))
             self.turns += 1
             self.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
             self.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
@@ -213,13 +210,14 @@ def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The answer of a stream, as far as it is counted: a response, or a chat completion."""
     response: Mapping[str, Any] | None = None
     usage, cause = None, None
-    content, calls = "", dict[int, Any]()
+    content, thought, calls = "", "", dict[int, Any]()
     for event in events:
         response = event.get("response") or response  # the last one is whole
         usage = event.get("usage") or usage
         for choice in event.get("choices") or ():
             cause = choice.get("finish_reason") or cause
             content += choice["delta"].get("content") or ""
+            thought += choice["delta"].get("reasoning_content") or ""
             for call in choice["delta"].get("tool_calls") or ():
                 known = calls.setdefault(call["index"], {"function": {"arguments": ""}})
                 function = call.get("function") or {}
@@ -228,7 +226,8 @@ def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
                 known["function"]["arguments"] += function.get("arguments") or ""
     if response is not None:
         return response
-    message = {"role": "assistant", "content": content, "tool_calls": [calls[at] for at in sorted(calls)]}
+    message = {"role": "assistant", "content": content, "reasoning_content": thought}
+    message |= {"tool_calls": [calls[at] for at in sorted(calls)]}
     return {"choices": [{"message": message, "finish_reason": cause}], "usage": usage}
 
 
@@ -238,57 +237,49 @@ def is_cut_off(answer: Mapping[str, Any]) -> bool:
     return "length" in causes or answer.get("status") == "incomplete"
 
 
-def said_in(request: Mapping[str, Any]) -> Iterator[Said]:
-    """A request as a conversation. Thoughts and the spelling of arguments make no difference, as in an episode."""
+def tools_in(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions of a request, as a chat has them and the service reads them: without absent fields."""
     functions = [tool.get("function", tool) for tool in request.get("tools") or ()]
-    described = [
-        [function.get(name) for name in ("name", "description", "parameters")] for function in functions
+    return [
+        {
+            "type": "function",
+            "function": {name: value for name, value in one.items() if name != "type" and value is not None},
+        }
+        for one in functions
     ]
-    yield "tools", json.dumps(described, sort_keys=True)
-    if request.get("instructions"):
-        yield "system", request["instructions"]
-    listed = request.get("messages") or request.get("input") or ()
-    for item in [{"role": "user", "content": listed}] if isinstance(listed, str) else listed:
-        yield from _parts_of(item)
 
 
-def answered(answer: Mapping[str, Any]) -> Iterator[Said]:
-    """The same of an answer."""
-    for item in [
-        *(choice["message"] for choice in answer.get("choices") or ()),
-        *(answer.get("output") or ()),
-    ]:
-        yield from _parts_of(item)
+def messages_in(request: Mapping[str, Any]) -> list[Message]:
+    """The messages of a request, as the service reads them."""
+    if "messages" in request:
+        return [_with_text(message) for message in request["messages"]]
+    system = [{"role": "system", "content": text} for text in [request.get("instructions")] if text]
+    listed = request.get("input") or ()
+    items = [{"role": "user", "content": listed}] if isinstance(listed, str) else listed
+    return [_with_text(message) for message in [*system, *merged(map(_of_item, items))]]
 
 
-def _parts_of(item: Mapping[str, Any]) -> Iterator[Said]:
+def answer_in(answer: Mapping[str, Any]) -> Message:
+    """The message of a chat completion or a response."""
+    for choice in answer.get("choices") or ():
+        return {"role": "assistant", **_with_text(choice["message"])}
+    said = merged(_of_item(item) for item in answer.get("output") or ())
+    return said[0] if said else {"role": "assistant", "content": ""}
+
+
+def _with_text(message: Message) -> Message:
+    return {**message, "content": text_of(message.get("content"))}
+
+
+def _of_item(item: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An item of Responses as a message of a chat; None: a chat does not have it."""
     kind = item.get("type")
+    if kind == "reasoning":
+        return None
     if kind == "function_call":
-        yield "call", item.get("call_id"), item.get("name"), _spelled(item.get("arguments"))
-    elif kind == "function_call_output" or item.get("role") == "tool":
-        yield (
-            "result",
-            item.get("call_id") or item.get("tool_call_id"),
-            _text(item.get("output") or item.get("content")),
-        )
-    elif item.get("role"):
-        role = "system" if item["role"] == "developer" else item["role"]
-        if (text := _text(item.get("content"))) or role != "assistant":
-            yield role, text
-        for call in item.get("tool_calls") or ():
-            function = call.get("function") or {}
-            yield "call", call.get("id"), function.get("name"), _spelled(function.get("arguments"))
-
-
-def _spelled(arguments: Any) -> str:
-    """Arguments of a call in one spelling, for frameworks spell them in their own."""
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except (ValueError, TypeError, RecursionError):
-        return str(arguments)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content)
-    return str(content or "")
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": text_of(item["output"]), "tool_call_id": item["call_id"]}
+    return {"role": item["role"], "content": text_of(item["content"])}

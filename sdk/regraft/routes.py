@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from urllib.parse import quote
 
+from regraft._rules.command_line import NO_IDS
+
 IN_A_SEGMENT = ":@"  # of names of models and versions
 
 
@@ -28,6 +30,6 @@ def listed(ids: Iterable[str]) -> str:
 
 
 def _segment(text: str) -> str:
-    if text in ("", ".", ".."):
+    if text in NO_IDS:
         raise InvalidId(text)
     return quote(text, safe=IN_A_SEGMENT)

@@ -1364,6 +1364,8 @@ class StepMetrics(BaseModel):
     """Tokens of the answers that the update learned from. Of a job that learns from the rows of its file:
     those of the rows, once for each update.
     """
+    masked_tokens: int | None = None
+    """Tokens that `importance` left out of the loss: the share `masked_fraction` of such answers."""
     not_updated_tokens: int | None = None
     """Tokens of such answers in a step whose update changed nothing."""
     no_advantage_tokens: int | None = None

@@ -1,7 +1,10 @@
 """What reproduce.json takes from the job's events."""
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -90,13 +93,47 @@ def test_the_readme_names_the_format_of_quantized_weights(database: Database, tm
     assert [base.get("quantization") for base in bases] == [None, "awq W4A16"]
 
 
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [
+        ({"r": 8, "target_parameters": ["mlp.experts.down_proj"], "rank_pattern": {"gate_up_proj": 16}}, 16),
+        ({"r": 8, "target_parameters": ["mlp.experts.down_proj"], "rank_pattern": {"gate_up_proj": 4}}, 8),
+        ({"r": 8, "target_parameters": None, "rank_pattern": {}}, None),
+    ],
+    ids=["twice the rank for PEFT", "less than the job's", "a model without experts"],
+)
+def test_the_readme_of_an_adapter_on_experts_names_the_rank_that_engines_need(
+    config: dict[str, Any], rank: int | None, database: Database, tmp_path: Path
+) -> None:
+    with database.write() as session:
+        job = factories.job(session, factories.project(session))
+        job.resolved = {"lora_targets": ["attention", "experts"], "lora_rank": 8}
+
+    home = exported(database, tmp_path, job.id, Registry.load(None), {"adapter_config.json": config})
+
+    card = home.texts["README.md"].decode()
+    assert ("`--max-lora-rank`" in card) == (rank is not None)
+    assert rank is None or f"its highest rank is {rank}: start vLLM with" in card
+
+
 def reproduce(database: Database, folder: Path, job_id: str) -> Any:
     return json.loads(exported(database, folder, job_id, Registry.load(None)).texts["reproduce.json"])
 
 
-def exported(database: Database, folder: Path, job_id: str, registry: Registry) -> TakeHome:
-    blobs = FolderBlobs(folder / "blobs")
-    blobs.put_bytes("step-1/manifest.json", b'{"format": 1, "files": []}')
+def exported(
+    database: Database,
+    folder: Path,
+    job_id: str,
+    registry: Registry,
+    files: Mapping[str, Any] = MappingProxyType({}),
+) -> TakeHome:
+    """Args: `files`: those of the checkpoint, as JSON."""
+    blobs, listed = FolderBlobs(folder / "blobs"), []
+    for name, value in files.items():
+        data = json.dumps(value).encode()
+        blobs.put_bytes(f"step-1/{name}", data)
+        listed.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    blobs.put_bytes("step-1/manifest.json", json.dumps({"format": 1, "files": listed}).encode())
     with database.write() as session:
         checkpoint = Checkpoint(job_id=job_id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)

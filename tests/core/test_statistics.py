@@ -3,7 +3,15 @@ import random
 import pytest
 from scipy import stats
 
-from core.statistics import average_ranks, interval, pearson, spearman, student
+from core.statistics import (
+    average_ranks,
+    differences,
+    interval,
+    paired,
+    pearson,
+    spearman,
+    student,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +47,12 @@ def test_a_large_number_of_independent_trials_has_wilsons_interval() -> None:
     reference = stats.binomtest(30, 1000).proportion_ci(0.95, method="wilson")
 
     assert (share["low"], share["high"]) == pytest.approx((reference.low, reference.high), abs=2e-4)
+
+
+def test_pairs_with_both_values_are_compared_and_rounding_is_no_difference() -> None:
+    """Four of the service's reports compare validations row by row."""
+    pairs = paired([0.1 + 0.2, None, 0.5, 1.0], [0.3, 1.0, None, 0.25])
+
+    assert differences(pairs) == [0.0, -0.75]
+    with pytest.raises(ValueError, match="zip"):
+        paired([1.0], [])

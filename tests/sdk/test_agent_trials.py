@@ -154,6 +154,35 @@ def test_an_edited_tool_or_call_is_a_branch(url: str, edit: Any) -> None:
     assert tried(url, play).branches == 1
 
 
+def named(asked: Any) -> None:
+    asked["messages"][0] = QUESTION | {"name": "ann"}
+
+
+def without_the_answer(asked: Any) -> None:
+    del asked["messages"][1]
+
+
+def split(asked: Any) -> None:
+    """The text and the call of an answer as two messages."""
+    call = asked["messages"][1]
+    asked["messages"][1:2] = [{"role": "assistant", "content": ""}, call]
+
+
+@pytest.mark.parametrize("edit", [named, without_the_answer, split])
+def test_what_is_another_conversation_for_a_job_is_one_for_a_trial(url: str, edit: Any) -> None:
+    """Both have the same rules (core/conversations.py)."""
+
+    def play(episode: Episode) -> None:
+        create, messages = episode.openai().chat.completions.create, list[Any](episode.messages)
+        asked: Any = {"model": "policy", "messages": messages}
+        message: Any = create(**asked).choices[0].message.to_dict()
+        messages += [message, QUESTION]
+        edit(asked)
+        create(**asked)
+
+    assert tried(url, play).branches == 1
+
+
 def test_a_request_behind_an_answer_that_was_cut_off_is_a_branch(url: str) -> None:
     def play(episode: Episode) -> None:
         create, messages = episode.openai().chat.completions.create, list[Any](episode.messages)

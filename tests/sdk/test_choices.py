@@ -2,10 +2,12 @@
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
+import pytest
 from regraft import literals
-from regraft._rules.command_line import SHELLS
+from regraft._rules.command_line import NO_IDS, SHELLS, id_type
 from regraft._rules.foreign_files import Target
 from regraft.cli.parser import build
 from regraft.starters import KINDS
@@ -14,6 +16,39 @@ OF_THE_SERVER = {
     get_args(value) for name, value in vars(literals).items() if name[0].isupper() and get_args(value)
 }
 OF_THE_CLIENT = {("text", "json"), tuple(SHELLS), tuple(KINDS), get_args(Target)}
+
+
+# Arguments that are no part of a path: those of files are paths of this machine.
+NO_ID = {"model", "prompt", "function", "formula", "text"}
+
+
+def positional(parser: argparse.ArgumentParser, command: str) -> Iterator[tuple[str, argparse.Action]]:
+    """The arguments of all commands that have no flag and no choices, each as `regraft jobs show job_id`."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from positional(below, f"{command} {name}")
+        elif not action.option_strings and not action.choices:
+            yield f"{command} {action.dest}", action
+
+
+def test_ids_of_all_commands_are_checked_before_a_path_is_made_of_them() -> None:
+    """openai's client raises a ValueError without a remedy for an id such as "..", and for an empty one."""
+    texts = {name: one for name, one in positional(build(), "regraft") if one.type is not Path}
+
+    unchecked = {name for name, one in texts.items() if one.type is not id_type}
+
+    assert {name.rpartition(" ")[2] for name in unchecked} <= NO_ID
+    assert len(texts) - len(unchecked) > 40
+
+
+@pytest.mark.parametrize("text", NO_IDS)
+def test_what_is_no_id_is_refused_with_a_sentence(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build().parse_args(["jobs", "show", text])
+
+    assert ended.value.code == 2
+    assert f"argument JOB: {text!r} is not an id or a name." in capsys.readouterr().err
 
 
 def choices(parser: argparse.ArgumentParser, command: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from core.conversations import Message, Tools
 from core.errors import EpisodeRefused
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
@@ -20,7 +21,6 @@ from worker.recording import metrics
 from worker.refusals import PausedWhileWaiting
 from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Game, ignored_of
 from worker.rollout.agent_sampler import AgentLink, AgentRules, AgentSampler
-from worker.rollout.conversations import Message, Tools
 from worker.rollout.episodes import EpisodeLimits
 from worker.rollout.tools import ToolsFail
 from worker.sampling import Answer, Sampling
@@ -460,7 +460,7 @@ def test_calls_whose_result_nobody_read_are_no_errors_of_tools() -> None:
     groups_P = [Group(ROW, (rollout,), (Grade(1.0),))]
     measured = metrics.of_step(
         step=1, total_steps=1, graders=(), settings=resolve(Hyperparameters(), rows=1, parameters=1, context=9),
-        train_P=groups_P, resampled_P=(), valid_P=None, update=None, seconds={},
+        train_P=groups_P, resampled_P=(), signals_P=(), valid_P=None, update=None, seconds={},
     )  # fmt: skip
     assert (measured.tool_calls_mean, measured.tool_errors_share) == (1, 0)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.families.zoo import FAMILIES, Family
 from tests.present import present
-from worker.model import experts
+from worker.model import experts, memory, sizing
 from worker.model.expert_files import (
     Expert,
     ExpertPair,
@@ -195,37 +195,61 @@ def test_nothing_as_large_as_the_weights_is_made_in_either_pass() -> None:
     assert 0 < made.largest <= smallest / 4
 
 
+def kept_bytes(layer: Any, inputs: tuple[Tensor, ...]) -> int:
+    """Of what autograd keeps of a forward pass, beside parameters and its inputs."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(*inputs)
+    known = {one.untyped_storage().data_ptr() for one in [*layer.parameters(), *inputs]}
+    return sum(size for place, size in kept.items() if place not in known)
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_the_plan_counts_what_autograd_keeps_for_adapters_on_experts(title: str) -> None:
+    peft, layer = adapted(title)
+    inputs = routed(layer)
+    with peft.disable_adapter():
+        without = kept_bytes(layer, inputs)
+
+    kept = kept_bytes(layer, inputs) - without
+
+    shape = memory.shape_of(family(title).config(), torch.float32)
+    planned = sizing.ExpertBytes.of(shape, 2 * RANK, "experts")  # a token goes through two experts
+    assert kept == pytest.approx(planned.token * TOKENS + planned.copies, rel=0.02)
+
+
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 class TestConversion:
-    @pytest.mark.parametrize("interleaved", [False, True])
-    def test_a_fused_adapter_comes_back_exactly(self, interleaved: bool) -> None:
+    def test_a_fused_adapter_comes_back_exactly(self) -> None:
         experts, rank, hidden, inside = 5, 3, 8, 6
         gate_up = FusedPair(drawn(experts * rank, hidden), drawn(2 * inside, rank * experts))
         down = FusedPair(drawn(experts * rank, inside), drawn(hidden, rank * experts))
 
-        back = to_fused(
-            to_per_expert(gate_up, down, experts, interleaved=interleaved), interleaved=interleaved
-        )
+        back = to_fused(to_per_expert(gate_up, down, experts))
 
         for mine, one in zip(back, (gate_up, down), strict=True):
             assert torch.equal(mine.a, one.a) and torch.equal(mine.b, one.b)
 
-    @pytest.mark.parametrize("interleaved", [False, True])
-    def test_the_matrices_of_an_expert_are_those_of_the_documented_layout(self, interleaved: bool) -> None:
+    def test_the_matrices_of_an_expert_are_those_of_the_documented_layout(self) -> None:
         """A has the rows of an expert together, B the columns of a rank: read the other way round they are others."""
         experts, rank, inside = 3, 2, 4
         gate_up = FusedPair(drawn(experts * rank, 8), drawn(2 * inside, rank * experts))
         down = FusedPair(drawn(experts * rank, inside), drawn(8, rank * experts))
 
-        one = to_per_expert(gate_up, down, experts, interleaved=interleaved)[1]
+        one = to_per_expert(gate_up, down, experts)[1]
 
         assert torch.equal(one.gate.a, gate_up.a[2:4]) and torch.equal(one.up.a, gate_up.a[2:4])
         columns = gate_up.b[:, [1, 4]]
-        assert torch.equal(one.gate.b, columns[::2] if interleaved else columns[:inside])
-        assert torch.equal(one.up.b, columns[1::2] if interleaved else columns[inside:])
+        assert torch.equal(one.gate.b, columns[:inside])
+        assert torch.equal(one.up.b, columns[inside:])
         assert torch.equal(one.down.b, down.b[:, [1, 4]])
 
     def test_what_is_no_number_is_shared_too(self) -> None:
@@ -233,12 +257,11 @@ class TestConversion:
         gate_up = FusedPair(torch.full((6, 8), torch.nan), drawn(8, 6))
         down = FusedPair(drawn(6, 4), drawn(8, 6))
 
-        back, _ = to_fused(to_per_expert(gate_up, down, 2, interleaved=False), interleaved=False)
+        back, _ = to_fused(to_per_expert(gate_up, down, 2))
 
         assert back.a.shape == gate_up.a.shape and back.b.shape == gate_up.b.shape
 
-    @pytest.mark.parametrize("interleaved", [False, True])
-    def test_gates_with_an_a_of_their_own_are_joined_at_twice_the_rank(self, interleaved: bool) -> None:
+    def test_gates_with_an_a_of_their_own_are_joined_at_twice_the_rank(self) -> None:
         experts, rank, hidden, inside = 2, 2, 8, 4
         pairs = [
             Expert(
@@ -250,12 +273,12 @@ class TestConversion:
             for n in range(experts)
         ]
 
-        gate_up, _ = to_fused(pairs, interleaved=interleaved)
+        gate_up, _ = to_fused(pairs)
 
         for one, fused in zip(pairs, gate_up.split(experts), strict=True):
             product = fused.b @ fused.a
             assert fused.a.shape == (2 * rank, hidden)
-            gate, up = (product[::2], product[1::2]) if interleaved else (product[:inside], product[inside:])
+            gate, up = product[:inside], product[inside:]
             torch.testing.assert_close(gate, one.gate.b @ one.gate.a, rtol=0, atol=1e-6)
             torch.testing.assert_close(up, one.up.b @ one.up.a, rtol=0, atol=1e-6)
 
@@ -316,7 +339,7 @@ class TestFiles:
 def test_the_names_of_experts_are_those_of_the_models_files(title: str, tmp_path: Path) -> None:
     one = family(title)
     model = one.model()
-    layout = present(layout_of(model))
+    layout = present(layout_of(model, type(model).__name__))
     [module, *_] = experts.adaptable_experts(model)
     pair = {f"{module}.{half}": tensor for half, tensor in halves_of(model, module).items()}
 
@@ -326,6 +349,14 @@ def test_the_names_of_experts_are_those_of_the_models_files(title: str, tmp_path
     names = {name.partition(".lora_")[0] for name in written}
     assert len(names) == 3 * layout.experts
     assert {name for name in names if f"{name}.weight" not in stored} == set()
+
+
+def test_the_layout_is_that_of_vllms_class_for_the_files_and_not_of_the_text_part() -> None:
+    """vLLM has a class for a whole model and one for its text alone, which read other files."""
+    model = family("Qwen 3 MoE").model()
+
+    assert layout_of(model, "Qwen3OmniMoeForConditionalGeneration") is None
+    assert layout_of(model, "Qwen3MoeForCausalLM") is not None
 
 
 def halves_of(model: Any, module: str) -> dict[str, Tensor]:

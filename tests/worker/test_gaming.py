@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from core.jobs.alarm_sizes import ALARMS
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
 from graders.types import Grade
@@ -245,7 +246,7 @@ def test_what_healthy_runs_do_as_well_is_no_alarm_and_no_warning_if_the_shadow_c
     found = raised(**metrics)
 
     assert found
-    assert not found.keys() & set(monitors.ALARMS)
+    assert not found.keys() & ALARMS.keys()
     assert raised(**metrics, full_valid_shadow_difference_low=[0.1] * STEPS) == {}
 
 
@@ -343,4 +344,4 @@ def test_every_rule_is_in_the_documentation_with_its_threshold() -> None:
 
     defaults = Thresholds().model_dump()
     assert documented == {rule: f"{name}, {defaults[name]:g}" for rule, (_, name) in monitors.RULES.items()}
-    assert set(monitors.ALARMS) < monitors.RULES.keys()
+    assert ALARMS.keys() < monitors.RULES.keys()

@@ -34,6 +34,7 @@ from worker.recording.metrics import no_signal
 from worker.recording.recorder import JobRecorder, Quota
 from worker.refusals import UserMistake
 from worker.run import RunOutcome
+from worker.training.contributions import step_signals
 
 pytestmark = pytest.mark.slow  # runs whole jobs
 
@@ -328,7 +329,7 @@ def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(ben
 
     # A better validation says nothing: its rows are others, and its answers greedy.
     steps = [StepMetrics(step=0, full_valid_mean_reward=0.3), StepMetrics(step=1, train_mean_reward=0.0)]
-    silence = no_signal(groups_P, run.experience.settings, steps)
+    silence = no_signal(groups_P, step_signals(groups_P, run.experience.settings), steps)
 
     assert silence is not None
     assert "all answers scored 0: the task is too hard" in silence.message
@@ -348,7 +349,7 @@ def test_a_few_right_answers_in_the_first_step_are_no_sign_of_a_collapse(
     groups_P = asyncio.run(experience.collector.collect(1, Clock()))[0] * 4
     before = StepMetrics(step=1, train_mean_reward=mean, train_reward_std=spread)
 
-    silence = present(no_signal(groups_P, experience.settings, [before])).message
+    silence = present(no_signal(groups_P, step_signals(groups_P, experience.settings), [before])).message
 
     assert ("collapsed" in silence) is blames
     assert ("too hard" in silence) is not blames
@@ -365,7 +366,7 @@ def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(
         StepMetrics(step=1, train_mean_reward=0.5, groups_mixed_share=earlier_share),
     ]
 
-    silence = no_signal(groups_P, run.experience.settings, steps)
+    silence = no_signal(groups_P, step_signals(groups_P, run.experience.settings), steps)
 
     assert silence is not None
     assert silence.is_success == is_success

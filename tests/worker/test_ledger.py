@@ -24,7 +24,8 @@ from worker.rollout.experience import Rewards
 from worker.run import RunOutcome
 from worker.sampling import Answer, Sampling
 from worker.sampling.weight_sync import WEIGHT_SYNC, WeightSync
-from worker.types import Group, Prompt, Rollout, UpdateMetrics
+from worker.training.contributions import GroupSignal, step_signals
+from worker.types import AnswerSignal, Group, Prompt, Rollout, UpdateMetrics
 
 TAKEN = UpdateMetrics(0.0, 4, 8, 0, 1.0, 0.0, None, 1.0, 0.0, learning_rate=0.1)
 LENGTH = 3  # of every answer
@@ -44,6 +45,12 @@ def group(*scores: float | None, **fields: Any) -> Group:
     return Group(Prompt(1, (1,), {}), rollouts, grades)
 
 
+def tokens_of(
+    groups: Sequence[Group], resampled: Sequence[Group], update: UpdateMetrics, settings: Resolved
+) -> dict[str, int]:
+    return answer_tokens(groups, resampled, step_signals([*groups, *resampled], settings), update, settings)
+
+
 def answers(
     *groups: Group,
     resampled: Sequence[Group] = (),
@@ -51,7 +58,7 @@ def answers(
     settings: Resolved | None = None,
 ) -> dict[str, int]:
     """The number of answers in each bucket that has some."""
-    tokens = answer_tokens(groups, resampled, update, settings or asked({}))
+    tokens = tokens_of(groups, resampled, update, settings or asked({}))
     every = [one for group in (*groups, *resampled) for one in group.rollouts_G]
     assert sum(tokens.values()) == sum(len(one.output_ids_T) for one in every)
     return {name.removesuffix("_tokens"): count // LENGTH for name, count in tokens.items() if count}
@@ -102,7 +109,7 @@ def test_answers_with_a_teacher_need_no_score() -> None:
 
 
 def test_forced_tokens_count_apart() -> None:
-    tokens = answer_tokens([group(1.0, 0.0, forced=2, grammar_start=2)], [], TAKEN, asked({}))
+    tokens = tokens_of([group(1.0, 0.0, forced=2, grammar_start=2)], [], TAKEN, asked({}))
 
     assert {name: count for name, count in tokens.items() if count} == {
         "learned_tokens": 2 * LENGTH - 2,
@@ -114,8 +121,6 @@ def test_forced_tokens_count_apart() -> None:
     ("lost", "changed"),
     [
         ({"trained_sequences": 0}, False),  # the sampler gate
-        ({"masked_fraction": 1.0}, False),
-        ({"masked_fraction": 0.9}, True),
         ({"skipped": True, "learning_rate": None}, False),
         ({"skipped": True}, True),  # another pass before it was taken
         ({"rejected_updates": 2, "update_kl": None, "unmeasured_updates": 0}, False),
@@ -127,6 +132,35 @@ def test_an_update_that_changed_nothing_taught_nothing(lost: dict[str, Any], cha
     found = answers(group(1.0, 0.0), group(1.0, 1.0), update=replace(TAKEN, **lost))
 
     assert found == {"learned" if changed else "not_updated": 2, "zero_variance": 2}
+
+
+@pytest.mark.parametrize(("share", "masked"), [(1.0, 6), (0.9, 5), (0.5, 3), (0.01, 0), (None, 0)])
+def test_tokens_that_importance_masks_taught_nothing(share: float | None, masked: int) -> None:
+    """Of the two answers with signal; those of a zero-variance group stay in its bucket."""
+    groups = [group(1.0, 0.0), group(1.0, 1.0)]
+
+    tokens = tokens_of(groups, [], replace(TAKEN, masked_fraction=share), asked({}))
+
+    assert (tokens["masked_tokens"], tokens["learned_tokens"]) == (masked, 6 - masked)
+    assert sum(tokens.values()) == 4 * LENGTH
+
+
+def test_all_reports_of_a_step_read_the_same_signals(bench: Bench) -> None:
+    """The step's metrics, its ledger and the stored answers have those that `learn` has computed."""
+    run, clock = bench.run(skill=Skill(0.5)), Clock()
+    learned = asyncio.run(run.experience.learn(1, clock))
+    nothing = [
+        GroupSignal("all_one", [AnswerSignal(None, (), False) for _ in group.rollouts_G])
+        for group in learned.groups_P
+    ]
+
+    altered = replace(learned, signals_P=nothing)
+    data = run.experience.measure(1, clock, run.history, altered, None)
+    [stored] = run.experience.details(data, run.history, altered, None).stored
+
+    assert data.groups_all_one_share == 1.0
+    assert data.zero_variance_tokens == data.sampled_tokens
+    assert stored.signals_PG == [signal.answers_G for signal in nothing]
 
 
 def of_job(bench: Bench) -> Ledger:

@@ -1296,6 +1296,24 @@ def test_a_plan_spares_a_share_of_all_that_is_free_also_beside_a_teacher() -> No
     assert (found.available, found.spared) == (60 * GIB, 5 * GIB)
 
 
+@pytest.mark.parametrize(
+    "dense", [{"first_k_dense_replace": 2}, {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}]
+)
+def test_dense_layers_of_a_mixture_are_counted_without_experts(dense: dict[str, Any]) -> None:
+    fields = {
+        **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100},
+        **{"intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8},
+        **{"num_experts_per_tok": 2},
+    }
+
+    every, shape = (present(sizing.shape_of_config(config, 2)) for config in (fields, fields | dense))
+
+    experts = [layer.name for layer in shape.adaptable if layer.experts]
+    assert experts == ["model.layers.2.mlp.experts", "model.layers.3.mlp.experts"]
+    of_experts, of_dense = 8 * 3 * 64 * 32 + 8 * 64, 3 * 64 * 128
+    assert every.parameters - shape.parameters == 2 * (of_experts - of_dense)
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_the_experts_of_a_config_count_under_each_of_their_names(name: str) -> None:
     dense = present(sizing.shape_of_config(QWEN3_4B, 2))

@@ -17,6 +17,7 @@ from worker.history import History
 from worker.recording import metrics
 from worker.recording.monitors import RULES, check, damage, likely_cause
 from worker.rollout.experience import grader_parts
+from worker.training.contributions import step_signals
 from worker.types import Group, Prompt, Rollout
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -78,14 +79,17 @@ def test_the_spread_of_a_parts_scores_is_measured_in_each_step() -> None:
         Grade(right + 1, sub_grades={"right": Grade(right), "judge": Grade(1.0)}) for right in (0.0, 1.0)
     )
     rollouts = tuple(Rollout((1,), (-0.5,), "a", "stop") for _ in grades)
+    settings = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
+    groups_P = [Group(Prompt(1, (1,), {}), rollouts, grades)]
     measured = [
         metrics.of_step(
             step=step,
             total_steps=3,
             graders=grader_parts(spec),
-            settings=resolve(Hyperparameters(), rows=8, parameters=1000, context=128),
-            train_P=[Group(Prompt(1, (1,), {}), rollouts, grades)],
+            settings=settings,
+            train_P=groups_P,
             resampled_P=[],
+            signals_P=step_signals(groups_P, settings),
             valid_P=None,
             update=None,
             seconds={},

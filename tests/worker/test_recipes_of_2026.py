@@ -402,12 +402,13 @@ def test_a_step_of_right_answers_that_length_compares_has_signal() -> None:
     run = settings(length={"weight": 0.25})
     groups = [grouped([1, 1], lengths=[100, 50]), grouped([1, 1], lengths=[50, 50], line=2)]
 
-    shares = metrics.signal_shares(groups, run)
+    signals = contributions.step_signals(groups, run)
+    shares = metrics.signal_shares(signals)
 
     assert shares["groups_mixed_share"] == 0.5
     assert shares["groups_all_one_share"] == 0.5
     assert StepMetrics(step=1, **shares).has_signal
-    assert metrics.no_signal(groups, run) is None
+    assert metrics.no_signal(groups, signals) is None
 
 
 def test_a_negative_score_fails_a_job_that_divides_by_the_mean() -> None:

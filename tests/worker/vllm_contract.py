@@ -5,10 +5,14 @@ What differs between its two model runners is in test_vllm_runners.py.
 A script, because importing vLLM rearranges the threads and the environment of the process that does.
 """
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Iterator
-from typing import Any, get_args
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeGuard, get_args
 
 import torch
 from vllm import SamplingParams
@@ -27,9 +31,7 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
-from vllm.model_executor.models.mixtral import MixtralForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -148,14 +150,8 @@ def changed() -> Iterator[str]:
 
 def changed_for_experts() -> Iterator[str]:
     """What vLLM no longer reads as worker/model/expert_files.py writes it."""
-    classes = {
-        "gpt_oss": GptOssForCausalLM,
-        "qwen3_moe": Qwen3MoeForCausalLM,
-        "mixtral": MixtralForCausalLM,
-    }
-    for model_type, of_vllm in classes.items():
-        if of_vllm.is_3d_moe_weight != (model_type in FUSED_IN_VLLM):
-            yield f"the adapters of experts of {model_type} have another layout"
+    if differs := fused_architectures() ^ FUSED_IN_VLLM:
+        yield f"the adapters of experts of {sorted(differs)} have another layout"
     layout = PerExpert("gate_proj", "up_proj", "down_proj", 2, "", "")
     config = {"r": 8, "lora_alpha": 16, "target_modules": []}
     name = "model.layers.0.mlp.experts"
@@ -167,6 +163,57 @@ def changed_for_experts() -> Iterator[str]:
         found = PEFTHelper.from_dict(config | {"rank_pattern": ranks}).get_rank_and_scaling(layer)
         if found != (2, 8.0):
             yield f"the rank and the scale of {layer} are {found}"
+
+
+FUSED_FLAG = "is_3d_moe_weight"
+
+
+def fused_architectures() -> set[str]:
+    """The architectures whose class has `is_3d_moe_weight`, by itself or from a base class.
+
+    Their sources are read: to import all of them takes minutes, and some need packages that we do not install.
+    """
+    models, found, fused = ModelRegistry.models, set[str](), {FUSED_FLAG}
+    while True:
+        more = {
+            architecture
+            for architecture, model in models.items()
+            if architecture not in found and model.class_name in _fused_classes(model.module_name, fused)
+        }
+        if not more:
+            return found
+        found |= more
+        fused |= {models[architecture].class_name for architecture in more}
+
+
+def _fused_classes(module: str, fused: set[str]) -> set[str]:
+    """The classes of a module that set the flag, or have a base with it.
+
+    Args:
+        fused: the flag, and the names of classes of other modules that have it.
+    """
+    text = _source(module)
+    if not any(name in text for name in fused):
+        return set()
+    found = set(fused)
+    for defined in ast.parse(text).body:
+        if isinstance(defined, ast.ClassDef):
+            own = {one.target.id: one.value for one in defined.body if _is_named(one)}
+            bases = {ast.unparse(base) for base in defined.bases}
+            flag = own.get(FUSED_FLAG)
+            if bases & found if flag is None else ast.literal_eval(flag):
+                found.add(defined.name)
+    return found
+
+
+def _is_named(statement: ast.stmt) -> TypeGuard[Any]:
+    return isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+
+
+@cache
+def _source(module: str) -> str:
+    origin = getattr(importlib.util.find_spec(module), "origin", None)
+    return "" if origin is None else Path(origin).read_text()
 
 
 def difference_of_the_linears() -> float:

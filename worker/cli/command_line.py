@@ -11,11 +11,29 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SHELLS = ("bash", "zsh", "fish")
+# No ids or names: a path of the API would drop them.
+NO_IDS = ("", ".", "..")
+
+
+def id_type(text: str) -> str:
+    """The id or name of a resource.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if text in NO_IDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an id or a name.")
+    return text
+
+
 # The type of a value by its placeholder; other values are text.
 TYPES: Mapping[str, Callable[[str], Any]] = {
     "N": int,
     **dict.fromkeys(("X", "T", "RATE", "HOURS"), float),
     **dict.fromkeys(("FILE", "FOLDER", "DIR", "JOB", "CASES", "PIPELINE"), Path),
+    **dict.fromkeys(
+        ("FILE_ID", "CHECKPOINT", "NAME[@VERSION]", "ALIAS", "VERSION", "FIRST", "SECOND", "OTHER"), id_type
+    ),
 }
 
 
@@ -52,7 +70,7 @@ def arg(flags: str, metavar: str | None = None, help: str | None = None, **more:
 
 def id_of(name: str) -> Argument:
     """The id or name of a resource."""
-    return Argument([name], {"metavar": name.removesuffix("_id").upper()})
+    return Argument([name], {"metavar": name.removesuffix("_id").upper(), "type": id_type})
 
 
 def either(*arguments: Argument) -> Exclusive:

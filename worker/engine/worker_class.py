@@ -23,6 +23,5 @@ def experts_without_adapters(config: Any) -> bool:
     return False
 
 
-supports_adapters = unquantized._trtllm_bf16_lora_supported  # vLLM's own
 model_manager.get_supported_lora_modules = linear_layers
 unquantized._trtllm_bf16_lora_supported = experts_without_adapters

@@ -22,8 +22,20 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from worker.model.experts import DOWN, GATE_UP, adaptable_experts
 
-# Model types for which vLLM reads PEFT's own layout (`is_3d_moe_weight` of its class).
-FUSED_IN_VLLM = frozenset({"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text"})
+# The architectures (of config.json) for whose adapters on experts vLLM reads PEFT's own layout: `is_3d_moe_weight` of
+# the class that it takes for them. Those of the text alone, such as Qwen3_5MoeForCausalLM, are other classes.
+FUSED_IN_VLLM = frozenset(
+    {
+        "ClefOmniForJointSchema",
+        "GptOssForCausalLM",
+        "InternS1ProForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "Qwen3OmniMoeForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _BLOCK = re.compile(r"\.\w+\.")  # a part of a name
 _GATE_UP_A = ".base_layer.lora_A.weight"  # the end of its name in a state dict of PEFT
@@ -65,28 +77,23 @@ class Expert:
     down: ExpertPair
 
 
-def to_per_expert(gate_up: FusedPair, down: FusedPair, experts: int, *, interleaved: bool) -> list[Expert]:
-    """Divide the adapters of all experts. Gate and up have the same A.
-
-    Args:
-        interleaved: rows of the gate and of up alternate in gate_up_proj; otherwise the gate is the first half.
-    """
+def to_per_expert(gate_up: FusedPair, down: FusedPair, experts: int) -> list[Expert]:
+    """Divide the adapters of all experts. Gate and up have the same A, and the gate is the first half of B."""
     found = []
     for one, out in zip(gate_up.split(experts), down.split(experts), strict=True):
         half = len(one.b) // 2
-        gate, up = (one.b[::2], one.b[1::2]) if interleaved else (one.b[:half], one.b[half:])
-        found.append(Expert(ExpertPair(one.a, gate), ExpertPair(one.a, up), out))
+        found.append(Expert(ExpertPair(one.a, one.b[:half]), ExpertPair(one.a, one.b[half:]), out))
     return found
 
 
-def to_fused(pairs: Sequence[Expert], *, interleaved: bool) -> tuple[FusedPair, FusedPair]:
+def to_fused(pairs: Sequence[Expert]) -> tuple[FusedPair, FusedPair]:
     """Join the adapters of experts, for gate_up_proj and for down_proj.
 
     If gate and up of an expert differ in A, that of gate_up_proj has twice the rank: A is both of them, and B is zero
     where one has no part in the other.
     """
     is_shared = all(_has_same_bits(one.gate.a, one.up.a) for one in pairs)
-    gate_up = [_gate_up(one.gate, one.up, is_shared=is_shared, interleaved=interleaved) for one in pairs]
+    gate_up = [_gate_up(one.gate, one.up, is_shared=is_shared) for one in pairs]
     return FusedPair.of(gate_up), FusedPair.of([one.down for one in pairs])
 
 
@@ -97,15 +104,11 @@ def _has_same_bits(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def _gate_up(gate: ExpertPair, up: ExpertPair, *, is_shared: bool, interleaved: bool) -> ExpertPair:
+def _gate_up(gate: ExpertPair, up: ExpertPair, *, is_shared: bool) -> ExpertPair:
     if is_shared:
-        a, parts = gate.a, (gate.b, up.b)
-    else:
-        none_of_gate, none_of_up = torch.zeros_like(gate.b), torch.zeros_like(up.b)
-        a = torch.cat([gate.a, up.a])
-        parts = (torch.cat([gate.b, none_of_gate], 1), torch.cat([none_of_up, up.b], 1))
-    b = torch.stack(parts, 1).flatten(0, 1) if interleaved else torch.cat(parts)
-    return ExpertPair(a, b)
+        return ExpertPair(gate.a, torch.cat([gate.b, up.b]))
+    b: Tensor = torch.block_diag(gate.b, up.b)  # type: ignore[no-untyped-call]
+    return ExpertPair(torch.cat([gate.a, up.a]), b)
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class PerExpert:
                 continue
             module = name.removesuffix(_GATE_UP_A)
             gate_up, down = _pop(found, f"{module}.base_layer"), _pop(found, module)
-            pairs = to_per_expert(gate_up, down, self.experts, interleaved=False)
+            pairs = to_per_expert(gate_up, down, self.experts)
             stored = self._in_files(module)
             for number, one in enumerate(pairs):
                 for own, pair in zip(self.projections, (one.gate, one.up, one.down), strict=True):
@@ -149,9 +152,7 @@ class PerExpert:
             pairs = [_pop_pair(found, name) for name in names]
             triples = [Expert(*pairs[first : first + 3]) for first in range(0, len(pairs), 3)]
             module = self._in_model(stored)
-            for name, pair in zip(
-                (f"{module}.base_layer", module), to_fused(triples, interleaved=False), strict=True
-            ):
+            for name, pair in zip((f"{module}.base_layer", module), to_fused(triples), strict=True):
                 found |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b}
         return found
 
@@ -198,15 +199,18 @@ def _pop_pair(tensors: dict[str, Tensor], name: str) -> ExpertPair:
     return ExpertPair(tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight"))
 
 
-def layout_of(model: PreTrainedModel) -> PerExpert | None:
+def layout_of(model: PreTrainedModel, architecture: str) -> PerExpert | None:
     """The layout of the files of adapters on the experts of a model. None: PEFT's own.
 
     Files have a pair for each expert if checkpoints of the model have a weight for each, which PEFT then converts in
     the same way, unless vLLM wants PEFT's layout for this architecture.
+
+    Args:
+        architecture: of the config of the model's files. The model here may be their text part alone.
     """
     modules = adaptable_experts(model)
     counts = {module.gate_up_proj.shape[0] for module in modules.values()}
-    if len(counts) != 1 or model.config.get_text_config().model_type in FUSED_IN_VLLM:
+    if len(counts) != 1 or architecture in FUSED_IN_VLLM:
         return None
     mapping = get_model_conversion_mapping(model, None, None)
     names = [name for projection in (GATE_UP, DOWN) for name in _sources(mapping, projection)]

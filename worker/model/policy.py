@@ -52,7 +52,7 @@ from worker.model import (
     recompute,
 )
 from worker.model.adapters import adaptable_layers, adapter_targets, expert_targets, fused_experts
-from worker.model.architecture import refusing
+from worker.model.architecture import architecture, refusing
 from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
@@ -406,7 +406,7 @@ class Policy:
         self._experts = of_experts = expert_targets(base.model, targets)
         # Experts have one rank: all layers of a mixture send a token to as many of them.
         self.expert_rank = max((layer.rank(rank) for layer in of_experts), default=0)
-        self._layout = expert_files.layout_of(base.model) if of_experts else None
+        self._layout = _layout_of(base) if of_experts else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(
@@ -844,6 +844,10 @@ class Policy:
             return []
         named = [(name, of(one)) for name, one in self.model.named_parameters() if one.requires_grad]
         return [frozen_part(name, one, self.frozen_rank) for name, one in named if one is not None]
+
+
+def _layout_of(base: Base) -> expert_files.PerExpert | None:
+    return expert_files.layout_of(base.model, architecture(read_config(base.source)))
 
 
 def _adapted_weights(layer: LoraLayer) -> int:

@@ -483,8 +483,9 @@ class ExpertBytes:
             return ExpertBytes()
         layer = max(layers, key=lambda one: one.width)
         filled = -(-layer.rank(rank) * shape.bytes_each // 16) * 16 // shape.bytes_each
-        # For each of its experts: its input, and what is between A and B of both projections, before and after scaling.
-        token = layer.active_experts * (shape.hidden + 4 * filled) * shape.bytes_each
+        inside = (layer.width // layer.experts - 2 * shape.hidden) // 3
+        # For each of its experts: the inputs of both projections, and what is between A and B of both.
+        token = layer.active_experts * (shape.hidden + inside + 2 * filled) * shape.bytes_each
         return ExpertBytes(token, layer.width * filled * shape.bytes_each)
 
 
@@ -1306,7 +1307,9 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     attention = hidden * (2 * queries + 2 * keys)
     experts = experts_in(text) or 0
     feed_forward, intermediate = _feed_forward(text, hidden, dense, experts)
-    linear = layers * (attention + feed_forward) + vocabulary * hidden
+    sparse = _sparse_layers(text, layers) if experts else range(layers)
+    in_blocks = len(sparse) * feed_forward + (layers - len(sparse)) * 3 * hidden * dense
+    linear = layers * attention + in_blocks + vocabulary * hidden
     family = str(text.get("model_type", ""))
     head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
     layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
@@ -1331,7 +1334,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         layer_norms=layer_norms,
         recomputes_norms=True,
         recomputes_gates=not experts,
-        adaptable=(*adaptable, *_expert_layers(text, layers, hidden, dense, experts)),
+        adaptable=(*adaptable, *_expert_layers(text, sparse, hidden, dense, experts)),
         packed=PackedSizes.of(format, _packed(format, blocks), bytes_each),
     )
 
@@ -1368,10 +1371,18 @@ def _block_layers(
     ]
 
 
+def _sparse_layers(text: Mapping[str, Any], layers: int) -> Sequence[int]:
+    """The numbers of the layers of a mixture that have experts. All, if the config names no dense ones."""
+    if isinstance(kinds := text.get("mlp_layer_types"), list):
+        return [number for number, kind in enumerate(kinds[:layers]) if kind != "dense"]
+    dense = {*range(int(text.get("first_k_dense_replace") or 0)), *(text.get("mlp_only_layers") or ())}
+    return [number for number in range(layers) if number not in dense]
+
+
 def _expert_layers(
-    text: Mapping[str, Any], layers: int, hidden: int, dense: int, experts: int
+    text: Mapping[str, Any], sparse: Sequence[int], hidden: int, dense: int, experts: int
 ) -> list[LinearLayer]:
-    """The experts of each block of a mixture."""
+    """The experts of each of the sparse layers of a mixture."""
     if not experts:
         return []
     each = int(text.get("moe_intermediate_size") or dense)
@@ -1379,7 +1390,7 @@ def _expert_layers(
     width = experts * (2 * hidden + 3 * each)
     return [
         LinearLayer(f"model.layers.{number}.mlp.experts", "experts", width, experts, active)
-        for number in range(layers)
+        for number in sparse
     ]
 
 

@@ -16,7 +16,7 @@ from worker.interfaces import Recorder
 from worker.recording import metrics, stopping
 from worker.refusals import UserMistake
 from worker.training import grpo
-from worker.training.contributions import training_rewards
+from worker.training.contributions import GroupSignal, training_rewards
 from worker.types import Group
 
 # Steps without signal in a row after which an event says so. An event at every step would be ignored.
@@ -29,6 +29,7 @@ SKIPPED = "The gradient was not finite, so the weights did not change in this st
 def report(
     groups_P: Sequence[Group],
     resampled_P: Sequence[Group],
+    signals_P: Sequence[GroupSignal],
     history: History,
     recorder: Recorder,
     settings: Resolved,
@@ -39,6 +40,7 @@ def report(
     Args:
         groups_P: of the newest step of the history, without the resampled ones.
         resampled_P: those in place of zero-variance groups.
+        signals_P: of both, the resampled ones last.
         failing_steps: the job fails after this many steps in a row in which most answers could not be graded.
 
     Raises:
@@ -62,7 +64,7 @@ def report(
     ):
         return  # answers to different prompts are compared with each other
     silence = metrics.no_signal(
-        [*groups_P, *resampled_P], settings, earlier, cause_known="collapse" in history.warned
+        [*groups_P, *resampled_P], signals_P, earlier, cause_known="collapse" in history.warned
     )
     if silence is not None:
         silent = stopping.in_a_row(history.steps, lambda one: one.has_signal is False)

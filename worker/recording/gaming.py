@@ -2,7 +2,8 @@
 
 Each rule looks at every step, so its bound is one of the whole run: a false alarm of one rule has a probability of at
 most ALARM_LEVEL in a job without the effect (Bonferroni over the looks). A smaller effect than the threshold is none.
-An effect that a healthy run also has, such as longer answers, is a warning and no alarm (ALARMS in monitors.py).
+An effect that a healthy run also has, such as longer answers, is a warning and no alarm (see
+core/jobs/alarm_sizes.py).
 """
 
 import math

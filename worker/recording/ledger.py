@@ -5,34 +5,44 @@ from collections.abc import Sequence
 from core.jobs.hyperparameters import Resolved
 from core.results.ledger import BY_ANSWER
 from graders.types import Grade
-from worker.training import contributions, grpo
+from worker.training import grpo
+from worker.training.contributions import GroupSignal
 from worker.training.updates import changed_nothing
 from worker.types import AnswerSignal, Group, Rollout, UpdateMetrics
 
 
 def answer_tokens(
-    train_P: Sequence[Group], resampled_P: Sequence[Group], update: UpdateMetrics, settings: Resolved
+    train_P: Sequence[Group],
+    resampled_P: Sequence[Group],
+    signals_P: Sequence[GroupSignal],
+    update: UpdateMetrics,
+    settings: Resolved,
 ) -> dict[str, int]:
     """Return the metrics `learned_tokens`, `zero_variance_tokens`, ...: their sum is the tokens of all answers.
 
-    All tokens of an answer count in one bucket, but the forced ones.
+    All tokens of an answer count in one bucket, but the forced ones, and those that importance correction has masked:
+    their share of the trained tokens is taken from the learned ones.
+
+    Args:
+        signals_P: of the groups of the step, the resampled ones last.
     """
     groups_P = [*train_P, *resampled_P]
-    signals_PG = contributions.answer_signals(groups_P, settings)
-    # By the sampler gate, or because importance correction has masked every token.
-    is_refused = update.trained_sequences == 0 or update.masked_fraction == 1.0
+    is_refused = update.trained_sequences == 0  # by the sampler gate
     learned = "not_updated" if is_refused or changed_nothing(update) else "learned"
     tokens = dict.fromkeys(BY_ANSWER, 0)
-    for number, (group, signals_G) in enumerate(zip(groups_P, signals_PG, strict=True)):
+    for number, (group, group_signal) in enumerate(zip(groups_P, signals_P, strict=True)):
         without_signal = "zero_variance" if number < len(train_P) else "resampled"
-        kind = contributions.signal(group, settings)
-        for rollout, grade, signal in zip(group.rollouts_G, group.grades_G, signals_G, strict=True):
+        for rollout, grade, signal in zip(
+            group.rollouts_G, group.grades_G, group_signal.answers_G, strict=True
+        ):
             if _teaches(signal, group, settings):
                 bucket = learned
             else:
-                bucket = _reason(rollout, grade, kind, settings) or without_signal
+                bucket = _reason(rollout, grade, group_signal.kind, settings) or without_signal
             tokens[bucket] += rollout.sampled_tokens
             tokens["forced"] += rollout.forced
+    tokens["masked"] = round((update.masked_fraction or 0.0) * tokens["learned"])
+    tokens["learned"] -= tokens["masked"]
     return {f"{bucket}_tokens": count for bucket, count in tokens.items()}
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from core.jobs.hyperparameters import Resolved
-from core.rewards import equal
-from core.statistics import sequential_low
+from core.statistics import differences, paired, sequential_low
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.episode import NO_RESULT, NOT_EXECUTED, StopReason
@@ -17,7 +16,7 @@ from worker.gpu_ratio import GpuSplit
 from worker.history import Steps, first
 from worker.recording import answer_statistics, ledger, passes, shadow
 from worker.recording.verdict import compare, row_scores, standard_error
-from worker.training import contributions
+from worker.training.contributions import GroupSignal
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
 
 PHASES = ("sampling", "grading", "training", "eval")
@@ -46,6 +45,7 @@ def of_step(
     settings: Resolved,
     train_P: Sequence[Group],
     resampled_P: Sequence[Group],
+    signals_P: Sequence[GroupSignal],
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
@@ -61,6 +61,7 @@ def of_step(
 ) -> StepMetrics:
     """The metrics of a step. Step 0 is the validation of the base and has no training part.
 
+    `signals_P` are those of `train_P`, then of `resampled_P`.
     The metrics show each of `graders` by name; there are none if a teacher scores the answers.
     `base_scores` are the row scores of step 0, with which a later validation is compared, and `base_shadow_scores`
     those by the shadow grader. `best_scores` are the row scores of the best validation before this step.
@@ -83,14 +84,14 @@ def of_step(
         data |= shadow.of_validation(valid_P, scores, base_scores, base_shadow_scores, looks)
         data |= below_best(best_scores, scores, looks)
     if train_P and graders:
-        data |= signal_shares(train_P, settings) | answer_statistics.of_answers(train_P)
+        data |= signal_shares(signals_P[: len(train_P)]) | answer_statistics.of_answers(train_P)
     if update is not None:
-        data |= _update(update) | ledger.answer_tokens(train_P, resampled_P, update, settings)
+        data |= _update(update) | ledger.answer_tokens(train_P, resampled_P, signals_P, update, settings)
     if weight_sync_seconds is not None:
         data["weight_sync_seconds"] = weight_sync_seconds
     data |= _staleness(step, train_P)
     if resampled_P:
-        data |= _replaced(train_P, resampled_P, settings, seconds)
+        data |= _replaced(train_P, resampled_P, signals_P, seconds)
     data |= _sampling_speed([*train_P, *resampled_P], seconds, ahead_seconds)
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
@@ -226,7 +227,11 @@ class NoSignal:
 
 
 def no_signal(
-    groups_P: Sequence[Group], settings: Resolved, steps: Steps = (), *, cause_known: bool = False
+    groups_P: Sequence[Group],
+    signals_P: Sequence[GroupSignal],
+    steps: Steps = (),
+    *,
+    cause_known: bool = False,
 ) -> NoSignal | None:
     """A sentence about a step from which nothing can be learned; None if some group had signal.
 
@@ -235,7 +240,7 @@ def no_signal(
     signal and now most groups have nothing but full scores, the model has learned the task. With `cause_known`, after a
     warning of collapse, the sentence names no cause.
     """
-    kinds = Counter(contributions.signal(group, settings) for group in groups_P)
+    kinds = Counter(signal.kind for signal in signals_P)
     if kinds["mixed"] or any(group.has_teacher for group in groups_P):
         return None
     what = {
@@ -327,11 +332,7 @@ def _against_base(base_N: RowScores | None, scores_N: RowScores) -> dict[str, fl
 
 def below_best(best_N: RowScores | None, now_N: RowScores, looks: int) -> dict[str, float | None]:
     """The paired fall from the best validation; any two of the validations of the job may be the pair."""
-    falls = [
-        0.0 if equal(best, now) else best - now
-        for best, now in zip(best_N or [None] * len(now_N), now_N, strict=True)
-        if best is not None and now is not None
-    ]
+    falls = [] if best_N is None else differences(paired(now_N, best_N))
     if not falls:
         return {}
     return {
@@ -390,11 +391,11 @@ def _sampling_entropy(rollouts: Sequence[Rollout]) -> float | None:
     return _mean(-logprob for rollout in rollouts for logprob in rollout.sampled_logprobs)
 
 
-def signal_shares(groups_P: Sequence[Group], settings: Resolved) -> dict[str, float]:
+def signal_shares(signals_P: Sequence[GroupSignal]) -> dict[str, float]:
     """The share of the groups of each kind: see `contributions.signal`."""
-    kinds = Counter(contributions.signal(group, settings) for group in groups_P)
+    kinds = Counter(signal.kind for signal in signals_P)
     return {
-        f"groups_{kind}_share": kinds[kind] / len(groups_P)
+        f"groups_{kind}_share": kinds[kind] / len(signals_P)
         for kind in ("mixed", "all_zero", "all_one", "equal", "ungraded")
     }
 
@@ -402,15 +403,14 @@ def signal_shares(groups_P: Sequence[Group], settings: Resolved) -> dict[str, fl
 def _replaced(
     train_P: Sequence[Group],
     resampled_P: Sequence[Group],
-    settings: Resolved,
+    signals_P: Sequence[GroupSignal],
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """What dynamic sampling drew, and what was thrown away for it. Rewards are of the step's own prompts alone."""
-    silent_P = [
-        group for group in [*train_P, *resampled_P] if contributions.signal(group, settings) != "mixed"
-    ]
-    mixed = sum(contributions.signal(group, settings) == "mixed" for group in resampled_P)
-    everything = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *resampled_P]))
+    groups_P = [*train_P, *resampled_P]
+    silent_P = [group for group, signal in zip(groups_P, signals_P, strict=True) if not signal.is_mixed]
+    mixed = sum(signal.is_mixed for signal in signals_P[len(train_P) :])
+    everything = sum(len(rollout.output_ids_T) for rollout in _rollouts(groups_P))
     discarded = sum(len(rollout.output_ids_T) for rollout in _rollouts(silent_P))
     return {
         "resampled_prompts": len(resampled_P),

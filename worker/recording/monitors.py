@@ -7,6 +7,7 @@ import logging
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from core.jobs.alarm_sizes import ALARMS
 from core.jobs.verdict import Verdict
 from core.rewards import EQUAL, all_equal
 from core.thresholds import Thresholds
@@ -391,22 +392,15 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "truncation": (_truncation, "truncated_share"),
     "length_inflation": (_length_inflation, "length_factor"),
     "inert_part": (_inert_part, "inert_steps"),
-    "one_sided_gain": (gaming.one_sided_gain, "part_gain"),
+    "one_sided_gain": (gaming.one_sided_gain, ALARMS["one_sided_gain"].threshold),
     "length_reward": (gaming.length_reward, "length_reward"),
     "copied_prompt": (gaming.copied_prompt, "copied_prompt"),
     "repetition": (gaming.repetition, "repetition"),
     "template_collapse": (gaming.template_collapse, "template_collapse"),
     "language_mix": (gaming.language_mix, "language_mix"),
-    "judge_drift": (gaming.judge_drift, "judge_drift"),
-    "validation_falls": (gaming.validation_falls, "validation_fall"),
-    "shadow_divergence": (gaming.shadow_divergence, "shadow_divergence"),
+    "judge_drift": (gaming.judge_drift, ALARMS["judge_drift"].threshold),
+    "validation_falls": (gaming.validation_falls, ALARMS["validation_falls"].threshold),
+    "shadow_divergence": (gaming.shadow_divergence, ALARMS["shadow_divergence"].threshold),
     "shadow_unshared": (gaming.shadow_unshared, "shadow_unshared"),
     "shadow_ungraded": (gaming.shadow_ungraded, "shadow_ungraded"),
 }
-# The rules of gaming and overfitting, on which `stopping.on_alarm` of a job acts; the others only inform.
-ALARMS = (
-    "shadow_divergence",
-    "one_sided_gain",
-    "judge_drift",
-    "validation_falls",
-)

@@ -5,6 +5,7 @@ After a collapse every job is returned, and after an alarm those with `on_alarm`
 
 from collections.abc import Callable, Iterable
 
+from core.jobs.alarm_sizes import ALARMS
 from core.jobs.hyperparameters import Resolved
 from core.thresholds import Thresholds
 from worker.history import History, Steps
@@ -14,7 +15,7 @@ from worker.types import Rollback
 RULE = "rollback"  # after a collapse, in the event, which is never superseded: a job has at most one
 ALARM_RULE = "alarm_rollback"  # after an alarm, so that a collapse can still be rolled back
 # A judge that drifts is no fault of the model, and an earlier checkpoint does not mend it.
-ROLLS_BACK = tuple(rule for rule in monitors.ALARMS if rule != "judge_drift")
+ROLLS_BACK = tuple(rule for rule in ALARMS if rule != "judge_drift")
 RATE = 1 / 3  # of the learning rate that collapsed
 ALARM_RATE = 1 / 2  # of the one at which an alarm fired
 

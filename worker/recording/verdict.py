@@ -9,7 +9,7 @@ import numpy as np
 
 from core.jobs.verdict import Outcome, Verdict
 from core.rewards import equal
-from core.statistics import student
+from core.statistics import differences, paired, student
 from worker.types import Group, RowScores
 
 RESAMPLES = 10_000
@@ -104,21 +104,17 @@ def compare(base_N: RowScores, tuned_N: RowScores) -> RewardComparison | None:
     Raises:
         ValueError: they are not of the same number of rows.
     """
-    pairs = [
-        (base, tuned)
-        for base, tuned in zip(base_N, tuned_N, strict=True)
-        if base is not None and tuned is not None
-    ]
+    pairs = paired(base_N, tuned_N)
     if not pairs:
         return None
     base, tuned = (fmean(scores) for scores in zip(*pairs, strict=True))
-    differences = [0.0 if equal(a, b) else b - a for a, b in pairs]
-    interval = bootstrap_interval(differences) if len(pairs) >= MIN_ROWS else None
-    wins, losses = sum(one > 0 for one in differences), sum(one < 0 for one in differences)
+    values = differences(pairs)
+    interval = bootstrap_interval(values) if len(pairs) >= MIN_ROWS else None
+    wins, losses = sum(one > 0 for one in values), sum(one < 0 for one in values)
     return RewardComparison(
         base_reward=base,
         tuned_reward=tuned,
-        difference=fmean(differences),
+        difference=fmean(values),
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
         wins=wins,

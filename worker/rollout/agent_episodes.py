@@ -15,10 +15,10 @@ from hashlib import sha256
 from typing import Any, Literal, Protocol
 
 from core.chat import token_usage
+from core.conversations import Message, Tools, continued, spelled
 from core.errors import EpisodeOver, EpisodeRefused
 from worker.episode import NO_RESULT, Episode, StopReason, ToolUse
 from worker.refusals import ChatTemplateFailed
-from worker.rollout.conversations import Message, Tools, continued, spelled
 from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of, with_calls
 from worker.rollout.token_tree import Parent, TokenTree
 from worker.sampling import SampledTurns, Sampling

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from core.jobs.alarm_sizes import ALARMS
 from core.jobs.hyperparameters import Resolved
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
@@ -39,6 +40,7 @@ from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
 from worker.sampling.weight_sync import WEIGHT_SYNC
 from worker.training import contributions
+from worker.training.contributions import GroupSignal
 from worker.training.steps import with_steps_only
 from worker.types import (
     Finding,
@@ -228,7 +230,12 @@ class RolloutBatch:
 
     groups_P: Sequence[Group]  # of the step's own prompts
     resampled_P: Sequence[Group]  # in place of zero-variance groups
+    signals_P: Sequence[GroupSignal]  # of `all_P`
     update: UpdateMetrics
+
+    @property
+    def all_P(self) -> list[Group]:
+        return [*self.groups_P, *self.resampled_P]
 
 
 @dataclass
@@ -277,7 +284,8 @@ class RolloutExperience:
         groups_P, resampled_P = await self.collector.collect(step, clock)
         with clock("training"), PROGRESS.phase("training"):
             update = await DEVICE_WORK.run(self.trainer.step)
-        return RolloutBatch(groups_P, resampled_P, update)
+        signals_P = contributions.step_signals([*groups_P, *resampled_P], self.settings)
+        return RolloutBatch(groups_P, resampled_P, signals_P, update)
 
     async def validate(self, step: int, clock: Clock) -> list[Group]:
         await self.collector.sampler_is_free(clock)
@@ -315,6 +323,7 @@ class RolloutExperience:
             settings=self.settings,
             train_P=[] if learned is None else learned.groups_P,
             resampled_P=[] if learned is None else learned.resampled_P,
+            signals_P=[] if learned is None else learned.signals_P,
             valid_P=validated,
             update=None if learned is None else learned.update,
             seconds=clock.seconds,
@@ -344,10 +353,9 @@ class RolloutExperience:
     ) -> StepDetails:
         stored: list[GradedStep] = []
         if learned is not None:
-            groups_P, own = [*learned.groups_P, *learned.resampled_P], len(learned.groups_P)
-            tokens = learned.update.tokens
-            signals_PG = contributions.answer_signals(groups_P, self.settings)
-            stored.append(GradedStep("train", groups_P, signals_PG, own=own, tokens=tokens))
+            own, tokens = len(learned.groups_P), learned.update.tokens
+            signals_PG = [signal.answers_G for signal in learned.signals_P]
+            stored.append(GradedStep("train", learned.all_P, signals_PG, own=own, tokens=tokens))
         if validated is not None:
             stored.append(GradedStep("valid", validated))
         found = monitors.check(history.with_newest(data), self.thresholds, history.warned)
@@ -362,7 +370,7 @@ class RolloutExperience:
         self, found: Sequence[Finding], train_P: Sequence[Group], valid_P: Sequence[Group]
     ) -> Pause | None:
         """The pause for the first alarm among the findings, if the job asks for one."""
-        alarm = next((one for one in found if one.rule in monitors.ALARMS), None)
+        alarm = next((one for one in found if one.rule in ALARMS), None)
         if alarm is None or self.settings.on_alarm != "pause":
             return None
         return pause_of(alarm, train_P, valid_P)
@@ -389,11 +397,17 @@ class RolloutExperience:
         else:
             data = history.steps[-1]
             alerts.report(
-                learned.groups_P, learned.resampled_P, history, recorder, self.settings, self.failing_steps
+                learned.groups_P,
+                learned.resampled_P,
+                learned.signals_P,
+                history,
+                recorder,
+                self.settings,
+                self.failing_steps,
             )
             alerts.require_signal(data, recorder, self.settings)
             alerts.report_ratio(self.ratio, data, clock.seconds["training"], recorder)
-            groups_P = [*learned.groups_P, *learned.resampled_P, *groups_P]
+            groups_P = [*learned.all_P, *groups_P]
         divergence.check_answers(rollout for group in groups_P for rollout in group.rollouts_G)
         divergence.check_updates(history.steps, self.settings.total_steps)
 

@@ -39,6 +39,18 @@ class GroupContribution:
     scores_N: tuple[float | None, ...]  # those whose std divides the advantages: see `_with_spread`
 
 
+@dataclass(frozen=True)
+class GroupSignal:
+    """The training signal of a group of a step, for reports."""
+
+    kind: grpo.Signal
+    answers_G: Sequence[AnswerSignal]
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.kind == "mixed"
+
+
 def contribution_of(group: Group, settings: Resolved, decode: Decode) -> GroupContribution:
     """Return the answers with a gradient, each with its advantages and its weight in the step's loss.
 
@@ -125,6 +137,15 @@ def divisors(shares: Sequence[GroupContribution], settings: Resolved) -> tuple[f
     assert settings.std is not None
     rewards_PN, scores_PN = [share.rewards_N for share in shares], [share.scores_N for share in shares]
     return whole, grpo.batch_deviation(rewards_PN, settings.std, settings.normalize, scores_PN) or 1.0
+
+
+def step_signals(groups_P: Sequence[Group], settings: Resolved) -> list[GroupSignal]:
+    """Return what each group of a step teaches. Computed once a step: metrics, ledger, rows and warnings read it."""
+    answers_PG = answer_signals(groups_P, settings)
+    return [
+        GroupSignal(signal(group, settings), answers_G)
+        for group, answers_G in zip(groups_P, answers_PG, strict=True)
+    ]
 
 
 def answer_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[AnswerSignal]]:

@@ -38,7 +38,7 @@ SET = arg(
 )
 WATCH = arg("--watch", help="watch the job until it ends")
 NAME_OR_VERSION = arg("name", "NAME[@VERSION]")
-ALIAS = arg("alias", "NAME")
+ALIAS = arg("alias", "ALIAS")
 LIMIT = arg("--limit", "N", default=20)
 
 LOGIN = Command(

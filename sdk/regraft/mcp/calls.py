@@ -154,10 +154,10 @@ def _cases(root: Root, source: str | Iterable[Mapping[str, Any]]) -> Any:
     """
     found = content(source)
     cases = root.file(found) if isinstance(found, str) else [*found]
-    count = len(read_each(cases, lambda number, row, where: row))
-    if count > MAX_CASES:
-        raise Refused(f"There are {count} cases. Test at most {MAX_CASES} at a time.")
-    return cases
+    rows = read_each(cases, lambda number, row, where: row)
+    if len(rows) > MAX_CASES:
+        raise Refused(f"There are {len(rows)} cases. Test at most {MAX_CASES} at a time.")
+    return rows
 
 
 async def validate_job(work: Workspace, job: Source) -> Any:

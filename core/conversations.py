@@ -1,11 +1,14 @@
-"""Which conversation of an episode a request continues. Pure functions.
+"""Which conversation of an episode a request continues, and the items of Responses as its messages. Pure functions.
+
+Imports nothing but the standard library. The client has a link to this file (sdk/regraft/_rules).
 
 Clients send back what they have read with small changes: they drop thoughts, and write the arguments of calls in
 another way. Such a conversation is still the same.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -54,3 +57,35 @@ def _arguments(text: str) -> tuple[bool, str]:
 def spelled(tools: Tools) -> str:
     """The functions that answers may call, in one spelling of JSON."""
     return json.dumps(list(tools), sort_keys=True)
+
+
+def merged(messages: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """The messages of a chat from those of the items of Responses, where an answer's text and calls are several.
+
+    Results must follow their calls in a chat: text between them would be refused, or break a chat template.
+
+    Args:
+        messages: one for each item; None for an item that a chat does not have.
+    """
+    chat: list[dict[str, Any]] = []
+    said_after: dict[int, list[Any]] = defaultdict(list)  # by the place of the message with the calls
+    for message in messages:
+        if message is None:
+            continue
+        last = chat[-1] if chat else {}
+        if "tool_calls" in message and last.get("role") == "assistant":
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        elif "tool_calls" in last and message["role"] == "assistant":
+            said_after[len(chat) - 1].append(message["content"])
+        else:
+            chat.append(message)
+    for index, contents in said_after.items():
+        # One text: the parts of all may be more than a message may have.
+        texts = (content for content in (chat[index]["content"], *contents) if content is not None)
+        chat[index]["content"] = "\n".join(map(text_of, texts))
+    return chat
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of a message, which may be in parts."""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
