@@ -34,6 +34,8 @@ MODELS = {
 # Routes that take the key of an episode only, which tests/api/test_episodes.py tries.
 OF_EPISODES = "/v1/regraft/episodes/"
 ALIASES = {"o4-mini-2025-04-16": "tiny"}
+# Between two looks at what runs in the background: looks without a pause would take the processor from it.
+POLL_SECONDS = 0.05
 
 
 @dataclass

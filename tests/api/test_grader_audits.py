@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from core.database.tables import Pipeline
 from core.tenancy import tenants
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
-from tests.api.conftest import House
+from tests.api.conftest import POLL_SECONDS, House
 from tests.api.test_chat import served
 from tests.api.test_previews import WithoutDescriptors
 from tests.graders.servers import serving, verdict
@@ -85,6 +86,7 @@ def created(web: httpx.Client, **asked: Any) -> dict[str, Any]:
 
 def ended(web: httpx.Client, made: dict[str, Any]) -> dict[str, Any]:
     while made["status"] == "in_progress":
+        time.sleep(POLL_SECONDS)
         made = web.get(f"{AUDITS}/{made['id']}").json()
     return made
 

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -36,7 +37,7 @@ from graders.judge.judges import JudgeModel
 from graders.judge.usage import TokenLedger
 from graders.spec import GraderSpec
 from graders.types import Grader
-from tests.api.conftest import GRADER, House
+from tests.api.conftest import GRADER, POLL_SECONDS, House
 from tests.api.test_chat import served
 from tests.api.test_full import tuned
 from tests.graders.servers import serving, verdict
@@ -198,6 +199,7 @@ def created(web: httpx.Client, asked: dict[str, Any]) -> dict[str, Any]:
 
 def ended(web: httpx.Client, made: dict[str, Any]) -> dict[str, Any]:
     while made["status"] == "in_progress":
+        time.sleep(POLL_SECONDS)
         made = web.get(f"{PREVIEW}/{made['id']}").json()
     return made
 
@@ -341,7 +343,7 @@ def test_a_canceled_preview_stops_sampling_and_its_place_is_free(
         assert model.left.wait(30)
         model.hangs = False
         while (later := web.post(PREVIEW, json=asked)).status_code == 503:
-            pass
+            time.sleep(POLL_SECONDS)
 
         assert (canceled["status"], canceled["report"]) == ("canceled", None)
         assert web.post(f"{PREVIEW}/{made['id']}/cancel").json() == canceled
@@ -935,7 +937,7 @@ def test_a_preview_waits_for_an_inference_server_that_goes_away_and_says_so(
     for web in opened(house, inference, load_seconds=60.0):
         made = created(web, body() | {"rows": 1, "samples": 2})
         while (now := web.get(f"{PREVIEW}/{made['id']}").json()["progress"])["waiting_for"] is None:
-            pass
+            time.sleep(POLL_SECONDS)
         is_back.set()
         done = ended(web, made)
 
@@ -1006,7 +1008,7 @@ def test_no_more_than_a_few_run_at_once(
         model.go.set()
         assert ended(web, first)["status"] == "completed"
         while (later := web.post(PREVIEW, json=asked)).status_code == 503:
-            pass
+            time.sleep(POLL_SECONDS)
         assert ended(web, later.json())["status"] == "completed"
 
     assert error(refused, 503)["code"] == "not_ready"
@@ -1040,7 +1042,7 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
             meanwhile = web.post(PREVIEW, json=asked)
             go.set()
             while (again := web.post(PREVIEW, json=asked)).status_code == 503:
-                pass
+                time.sleep(POLL_SECONDS)
             later = ended(web, again.json())
 
     assert slow["code"] == "preview_too_slow"

@@ -22,7 +22,7 @@ def poll(ask: Callable[[], T], done: Callable[[T], Any], seconds: float = 240.0)
     deadline = time.monotonic() + seconds
     while not done(answer := ask()):
         assert time.monotonic() < deadline, f"still {answer!r} after {seconds:g} s"
-        time.sleep(0.2)
+        time.sleep(0.5)
     return answer
 
 

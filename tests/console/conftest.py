@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat"]
 ROOT = Path(__file__).parents[2]
 CONSOLE = ROOT / "console"
 AXE = CONSOLE / "node_modules/axe-core/axe.min.js"
+# A theme is colors only, so no other rule of axe finds anything else in another one.
+OF_COLORS = ("color-contrast", "link-in-text-block")
 # Without the network, sandbox and GPU of a desktop.
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -107,21 +109,12 @@ class Watched:
         return [one for one in self.complaints if not any(part in one for part in self.expected)]
 
 
-@pytest.fixture(params=["light", "dark"])
-def theme(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 @pytest.fixture
-def watched(
-    browser: Browser, server: Server, request: pytest.FixtureRequest
-) -> Iterator[tuple[BrowserContext, Watched]]:
+def watched(browser: Browser, server: Server) -> Iterator[tuple[BrowserContext, Watched]]:
     """A new context. When the test has ended, nothing forbidden has happened in it."""
-    theme: Any = request.getfixturevalue("theme") if "theme" in request.fixturenames else "light"
     context = browser.new_context(
         base_url=f"http://127.0.0.1:{server.port}",
-        color_scheme=theme,
+        color_scheme="light",
         locale="en-US",
         viewport={"width": 1280, "height": 900},
     )
@@ -151,32 +144,53 @@ def log_in(page: Page, key: str) -> None:
 
 
 @pytest.fixture
-def accessible(request: pytest.FixtureRequest) -> Callable[[Page], None]:
-    """Assert that axe finds no violation on the page, here and on a telephone.
+def accessible(request: pytest.FixtureRequest) -> Accessible:
+    """Assert that axe finds no violation on the page: here, on a telephone, and in the colors of the other theme.
 
     It is run by the debugger, not as a script of the page.
 
-    With a folder in REGRAFT_SCREENSHOTS (`make screenshots`) a picture of the whole page is written there, too.
+    With a folder in REGRAFT_SCREENSHOTS (`make screenshots`) a picture of the whole page in each theme is written
+    there, too.
     """
     pictures = 0
 
+    def picture(page: Page, theme: str) -> None:
+        if folder := os.environ.get("REGRAFT_SCREENSHOTS"):
+            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
+            page.screenshot(path=Path(folder) / f"{name}-{pictures}-{theme}.png", full_page=True)
+
     def check(page: Page) -> None:
         nonlocal pictures
-        if folder := os.environ.get("REGRAFT_SCREENSHOTS"):
-            pictures += 1
-            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
-            page.screenshot(path=Path(folder) / f"{name}-{pictures}.png", full_page=True)
+        pictures += 1
         before = page.viewport_size
         assert before is not None
-        for size in (before, TELEPHONE):
-            page.set_viewport_size(size)
-            found: Any = page.evaluate(
-                f"async () => {{ {AXE.read_text()}; return await axe.run(document); }}"
-            )
-            assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == [], size
+        theme = str(page.evaluate("document.documentElement.dataset.theme"))
+        picture(page, theme)
+        assert violations(page) == [], (theme, before)
+        page.set_viewport_size(TELEPHONE)
+        assert violations(page) == [], (theme, TELEPHONE)
         page.set_viewport_size(before)
+        other = "light" if theme == "dark" else "dark"
+        paint(page, other)
+        picture(page, other)
+        assert violations(page, OF_COLORS) == [], (other, before)
+        paint(page, theme)
 
     return check
+
+
+def violations(page: Page, rules: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """What axe finds on the page, by these rules or by all: the rule and an element that breaks it."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE.read_text())
+    found: Any = page.evaluate("rules => axe.run(rules.length ? { runOnly: rules } : {})", rules)
+    return [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]]
+
+
+def paint(page: Page, theme: str) -> None:
+    """Show the page in the colors of a theme, without those in between that a button passes through."""
+    page.emulate_media(reduced_motion="reduce")
+    page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
 
 
 def rows(texts: list[str]) -> bytes:

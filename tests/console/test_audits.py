@@ -27,9 +27,7 @@ def audited(server: Server, finished: str) -> str:
     return str(made["id"])
 
 
-def test_an_audit_says_whether_to_train_in_both_themes(
-    logged_in: Page, audited: str, theme: str, accessible: Accessible
-) -> None:
+def test_an_audit_says_whether_to_train(logged_in: Page, audited: str, accessible: Accessible) -> None:
     logged_in.goto(f"/#/audits/{audited}")
 
     verdict = logged_in.get_by_role("region", name="Verdict")

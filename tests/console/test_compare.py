@@ -41,14 +41,13 @@ def metrics(server: Server, job_id: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_comparison_is_accessible_in_both_themes(
-    logged_in: Page, finished: str, other: str, theme: str, accessible: Accessible
+def test_the_comparison_is_accessible(
+    logged_in: Page, finished: str, other: str, accessible: Accessible
 ) -> None:
     open_comparison(logged_in, finished, other)
 
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
-    assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
 
 
 def test_two_jobs_picked_in_the_list_are_compared(logged_in: Page, finished: str, other: str) -> None:

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
@@ -64,8 +64,8 @@ def test_a_wrong_key_is_refused_in_words(page: Page, watched: tuple[BrowserConte
     expect(page.get_by_role("alert")).to_contain_text("Incorrect API key provided")
 
 
-def test_every_page_is_accessible_in_both_themes(
-    page: Page, server: Server, finished: str, theme: str, accessible: Accessible, tmp_path: Path
+def test_every_page_is_accessible(
+    page: Page, server: Server, finished: str, accessible: Accessible, tmp_path: Path
 ) -> None:
     page.goto("/")
     page.get_by_label("API key").wait_for()
@@ -99,6 +99,15 @@ def test_every_page_is_accessible_in_both_themes(
     page.locator("ins, del, pre").first.wait_for()
     accessible(page)
     readable_on_a_telephone(page)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_theme_is_what_the_system_prefers(page: Page, theme: Literal["light", "dark"]) -> None:
+    page.emulate_media(color_scheme=theme)
+
+    page.goto("/")
+
+    page.get_by_label("API key").wait_for()
     assert page.evaluate("document.documentElement.dataset.theme") == theme
 
 

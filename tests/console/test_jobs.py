@@ -21,8 +21,8 @@ def cancelled(server: Server, finished: str) -> str:
     return job
 
 
-def test_a_job_shows_its_curve_verdict_and_cost_in_both_themes(
-    logged_in: Page, server: Server, finished: str, cancelled: str, theme: str, accessible: Accessible
+def test_a_job_shows_its_curve_verdict_and_cost(
+    logged_in: Page, server: Server, finished: str, cancelled: str, accessible: Accessible
 ) -> None:
     job = untyped(server.client().fine_tuning.jobs.retrieve(finished))
     row = logged_in.locator("tr", has=logged_in.get_by_role("link", name="finished", exact=True))
@@ -97,7 +97,7 @@ def test_the_command_palette_leads_to_pages_jobs_and_actions(
 
 
 def test_a_job_says_what_its_tokens_taught(
-    logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
 ) -> None:
     ledger = untyped(server.client().get(f"/regraft/jobs/{finished}/ledger", cast_to=object))
     shown = [one for one in ledger["buckets"] if one["tokens"] or one["gpu_seconds"]]

@@ -44,19 +44,16 @@ def open_page(page: Page, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Files", "Models", "Usage", "Keys"])
-def test_the_lists_are_accessible_in_both_themes(
-    logged_in: Page, finished: str, name: str, theme: str, accessible: Accessible
-) -> None:
+def test_the_lists_are_accessible(logged_in: Page, finished: str, name: str, accessible: Accessible) -> None:
     open_page(logged_in, name)
     logged_in.locator("tbody tr").first.wait_for()
 
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
-    assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
 
 
-def test_the_pages_of_a_file_and_a_model_are_accessible_in_both_themes(
-    logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
+def test_the_pages_of_a_file_and_a_model_are_accessible(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
 ) -> None:
     job = server.client().fine_tuning.jobs.retrieve(finished)
     for place, region in (
@@ -67,7 +64,6 @@ def test_the_pages_of_a_file_and_a_model_are_accessible_in_both_themes(
         logged_in.get_by_role("region", name=region).wait_for()
         accessible(logged_in)
         readable_on_a_telephone(logged_in)
-    assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
 
 
 def profiled(page: Page) -> None:
@@ -217,9 +213,7 @@ def test_usage_is_reported_by_day_and_model_and_job(
     expect(of_jobs.locator("tfoot td").nth(2)).to_have_text(f"{sampled:,}")
 
 
-def test_an_operator_sees_workers_and_queues(
-    logged_in: Page, server: Server, accessible: Accessible, theme: str
-) -> None:
+def test_an_operator_sees_workers_and_queues(logged_in: Page, server: Server, accessible: Accessible) -> None:
     logged_in.get_by_role("link", name="Workers").click()
 
     row = logged_in.get_by_role("region", name="Workers").locator("tbody tr")
@@ -419,7 +413,7 @@ def test_the_rows_of_any_method_are_offered_as_questions_of_their_user(
 
 
 def test_the_arena_has_two_models_answer_side_by_side(
-    logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
 ) -> None:
     model = arena(logged_in, server, finished)
     logged_in.get_by_label("Message", exact=True).fill("say it")
@@ -510,7 +504,7 @@ def test_a_refused_prompt_is_said_in_each_answer(
 
 
 def test_an_endpoint_of_webhooks_is_created_tested_and_deleted(
-    logged_in: Page, theme: str, accessible: Accessible
+    logged_in: Page, accessible: Accessible
 ) -> None:
     logged_in.on("dialog", lambda dialog: dialog.accept())
     with Receiver() as receiver:
@@ -563,7 +557,7 @@ def test_the_deliveries_to_an_endpoint_are_shown_and_sent_again(
 
 
 def test_the_audit_log_names_the_key_of_each_change(
-    logged_in: Page, server: Server, theme: str, accessible: Accessible
+    logged_in: Page, server: Server, accessible: Accessible
 ) -> None:
     client = server.client()
     path = f"/organization/projects/{project_of(client)}/api_keys"

@@ -58,12 +58,11 @@ def stored(server: Server, job_id: str, split: str = "valid") -> list[dict[str, 
     return found
 
 
-def test_the_studio_is_accessible_in_both_themes(studio: Page, theme: str, accessible: Accessible) -> None:
+def test_the_studio_is_accessible(studio: Page, accessible: Accessible) -> None:
     run(studio)
 
     accessible(studio)
     readable_on_a_telephone(studio)
-    assert studio.evaluate("document.documentElement.dataset.theme") == theme
 
 
 def test_the_same_grader_gives_the_stored_scores_again(studio: Page, server: Server, finished: str) -> None:
@@ -257,10 +256,10 @@ def save(page: Page, name: str, grader: dict[str, Any], note: str = "") -> None:
 
 
 def test_a_stored_grader_is_accessible_with_its_versions_and_golden_cases(
-    studio: Page, server: Server, theme: str, accessible: Accessible
+    studio: Page, server: Server, accessible: Accessible
 ) -> None:
     client = server.client()
-    name = f"close-{theme}"
+    name = "close"
     save(studio, name, GRADER, note="says and close, half each")
     cases = [
         {"sample": {"output_text": text}, "item": {"answer": "yes"}, "expect": expected, "note": note}
@@ -483,9 +482,7 @@ def test_what_is_typed_replaces_the_selection(
     assert written(source) == "(def grade(sample, item):\n    return 1)"
 
 
-def test_a_source_is_colored_searched_and_accessible(
-    studio: Page, theme: str, accessible: Accessible
-) -> None:
+def test_a_source_is_colored_searched_and_accessible(studio: Page, accessible: Accessible) -> None:
     studio.get_by_label("Start from").select_option("Python code")
     source = studio.get_by_label("Grader: its Python source")
     write(source, FAILS_SOMETIMES)
@@ -503,7 +500,6 @@ def test_a_source_is_colored_searched_and_accessible(
     readable_on_a_telephone(studio)
     studio.get_by_label("Find", exact=True).press("Escape")
     expect(source).to_be_focused()
-    assert studio.evaluate("document.documentElement.dataset.theme") == theme
 
 
 def test_a_hostile_source_is_shown_as_text(

@@ -40,6 +40,7 @@ from core.jobs import events
 from core.jobs import lifecycle as jobs
 from core.pipelines import lifecycle as pipelines
 from tests import factories
+from tests.budgets import examples
 from tests.databases import SharedDatabase
 from tests.present import present
 
@@ -477,7 +478,7 @@ def test_rows_have_one_holder_and_lose_nothing_in_whatever_order_things_happen(
     kind: Kind, migrated_sqlite: Path, tmp_path: Path
 ) -> None:
     budget = settings(
-        max_examples=40,
+        max_examples=examples(15, 200),
         stateful_step_count=40,
         derandomize=True,
         deadline=None,

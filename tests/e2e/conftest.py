@@ -24,6 +24,8 @@ from tests.servers import reserve_port
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
+# Between two looks at a job. Each costs the service and the client a part of the processor that the job runs on.
+POLL_SECONDS = 0.5
 
 
 @dataclass

@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from tests import llama_cpp
 from tests.byte_level import PRE_TOKENIZERS, byte_level_tokenizer
-from tests.e2e.conftest import ROOT, Server, jsonl, patient, start_server
+from tests.e2e.conftest import POLL_SECONDS, ROOT, Server, jsonl, patient, start_server
 from tests.present import present
 from tests.tiny import make_tiny_model, save_llama
 
@@ -61,7 +61,7 @@ def trained(service: Server, model: str) -> str:
     job = client.fine_tuning.jobs.create(
         model=model, training_file=files[0], validation_file=files[1], seed=1, method=method
     )
-    for _ in regraft.events(client, job.id, poll_seconds=0.2):
+    for _ in regraft.events(client, job.id, poll_seconds=POLL_SECONDS):
         pass
     done = client.fine_tuning.jobs.retrieve(job.id)
     assert done.status == "succeeded", done.error

@@ -19,7 +19,7 @@ from openai.types.file_object import FileObject
 from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from openai.types.fine_tuning.fine_tuning_job_event import FineTuningJobEvent
 
-from tests.e2e.conftest import Server, jsonl, start_server
+from tests.e2e.conftest import POLL_SECONDS, Server, jsonl, start_server
 from tests.echo import echoes_of
 from tests.graders.servers import serving, verdict
 from tests.hyperparameters import in_groups
@@ -95,7 +95,7 @@ def create(
 
 
 def wait(client: openai.OpenAI, job: FineTuningJob) -> FineTuningJob:
-    for _ in regraft.events(client, job.id, poll_seconds=0.2):
+    for _ in regraft.events(client, job.id, poll_seconds=POLL_SECONDS):
         pass
     return client.fine_tuning.jobs.retrieve(job.id)
 
@@ -441,7 +441,7 @@ def test_a_job_with_bad_data_fails_with_its_lines(client: openai.OpenAI) -> None
 
 def test_a_cancel_acts_at_once_and_keeps_what_was_measured(client: openai.OpenAI) -> None:
     job = create(client)
-    for event in regraft.events(client, job.id, poll_seconds=0.2):
+    for event in regraft.events(client, job.id, poll_seconds=POLL_SECONDS):
         if event.type == "metrics":
             break
 

@@ -106,6 +106,7 @@ def test_a_killed_server_neither_loses_nor_repeats_a_stage(tmp_path: Path, tiny_
     deadline = time.monotonic() + 60
     while client.pipelines.retrieve(made.id).stages[0].job_status != "running":
         assert time.monotonic() < deadline
+        time.sleep(0.1)
 
     os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait(60)

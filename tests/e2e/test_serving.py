@@ -24,7 +24,7 @@ from openai.types.chat.chat_completion import ChatCompletion
 from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from pydantic import BaseModel
 
-from tests.e2e.conftest import ROOT, Server, jsonl, patient, start_server
+from tests.e2e.conftest import POLL_SECONDS, ROOT, Server, jsonl, patient, start_server
 from tests.e2e.test_openai_client import until
 from tests.present import present, untyped
 from tests.servers import reserve_port
@@ -84,7 +84,7 @@ def trained(client: OpenAI, **changes: Any) -> FineTuningJob:
     job = client.fine_tuning.jobs.create(
         model="tiny", training_file=files[0], validation_file=files[1], seed=1, method=method
     )
-    for _ in regraft.events(client, job.id, poll_seconds=0.2):
+    for _ in regraft.events(client, job.id, poll_seconds=POLL_SECONDS):
         pass
     done = client.fine_tuning.jobs.retrieve(job.id)
     assert done.status == "succeeded", done.error
@@ -297,7 +297,9 @@ def test_the_archive_of_a_checkpoint_is_served_by_vllm(
     command += ["--enforce-eager"]
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(untyped(command), env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            untyped(command), env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         vllm = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         assert until(lambda: answers(vllm) or server.poll() is not None, 400)
@@ -311,7 +313,7 @@ def test_the_archive_of_a_checkpoint_is_served_by_vllm(
             )
             assert distribution(said) == pytest.approx(distribution(expected), abs=1e-3)
     finally:
-        server.send_signal(signal.SIGINT)
+        os.killpg(server.pid, signal.SIGKILL)  # told to end, it takes as long as it likes
         server.wait(60)
 
 

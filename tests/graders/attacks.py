@@ -29,6 +29,8 @@ FULL = "No space left|File too large"
 STOPPED = ("timeout",)
 # For those about time. All others have long enough for a machine that is busy with something else.
 SHORT = replace(LIMITS, wall_s=1)
+# A busy machine may not give an honest grade its turn in that time. What an attack has broken stays broken.
+TRIES = 20
 
 
 @dataclass(frozen=True)
@@ -342,10 +344,11 @@ def run(pools: Pools, attack: Attack, database: str) -> tuple[GradeOutcome, Grad
     sample = {"output_text": "42"}
     row = {"attack": True, "database": database}
     pool = pools.short if "timeout" in attack.kinds else pools.long
-    return (
-        pool.submit(attack.source, sample, row).result(),
-        pool.submit(attack.source, sample, {}).result(),
-    )
+    attacked, honest = (pool.submit(attack.source, sample, item).result() for item in (row, {}))
+    tries = TRIES
+    while honest.kind == "timeout" and (tries := tries - 1):
+        honest = pool.submit(attack.source, sample, {}).result()
+    return attacked, honest
 
 
 def drop_rights(folder: str) -> None:

@@ -33,7 +33,7 @@ from tests.servers import Postgres, SeaweedFS, reserve_port
 pytestmark = pytest.mark.slow
 
 # Each costs a start of Python with torch, and so does each signal: ten seconds of a core.
-NUMBER = examples(3, 20)
+NUMBER = examples(2, 20)
 # Unfinished jobs: a pod starts a Python with torch, and twenty at once would be minutes without a claim.
 AT_ONCE = 5
 # In turn, to pods with a running job.

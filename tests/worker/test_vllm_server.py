@@ -161,6 +161,7 @@ def ask_all(url: str, wanted: list[Any]) -> list[Any]:
             if answer.status_code != 503:
                 return answer.json()
             assert answer.headers["retry-after"]
+            await asyncio.sleep(0.5)
 
     async def everyone() -> list[Any]:
         headers = {"authorization": "Bearer key"}

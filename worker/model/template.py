@@ -76,8 +76,9 @@ def with_fixed_clock(settings: Settings, tokenizer: PreTrainedTokenizerBase, cre
 
 @lru_cache(maxsize=64)
 def _facts(tokenizer: PreTrainedTokenizerBase, own_stops: frozenset[int], template: str) -> TemplateFacts:
-    # Two renderings of one conversation would differ by the second between them.
-    fixed = chat_templates.with_defaults(template, {chat_templates.CLOCK: _EPOCH})
+    # Two renderings of one conversation would differ by the second between them. Jinja takes 0.2 s for this macro.
+    clock = {chat_templates.CLOCK: _EPOCH} if chat_templates.reads_clock(template) else {}
+    fixed = chat_templates.with_defaults(template, clock)
 
     def render(
         messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool
