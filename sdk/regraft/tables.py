@@ -34,21 +34,23 @@ def table_rows(table: Table) -> Iterator[tuple[int, dict[str, Any]] | LineError]
     """Yield the rows of a table, numbered from 1.
 
     Raises:
-        InvalidDataset: it is no table, or a package that reads it is missing.
+        InvalidDataset: it is not a table, or a package that reads it is missing.
     """
     if isinstance(table, Sequence) and not isinstance(table, str | bytes):
         for number, row in enumerate(table, 1):
             yield (number, dict(row)) if isinstance(row, Mapping) else LineError(number, "is no mapping")
     elif isinstance(table, Mapping):  # datasets.DatasetDict is one
         keys = ", ".join(map(repr, table))
-        raise _refused(f"a {type(table).__name__} is no table: choose one of {keys}, such as data['train']")
+        raise _refused(
+            f"a {type(table).__name__} is not a table: choose one of {keys}, such as data['train']"
+        )
     elif hasattr(table, "with_format"):
         yield from arrow_rows(table.with_format("arrow").iter(batch_size=BATCH_ROWS))
     elif hasattr(table, "__arrow_c_stream__"):
         yield from arrow_rows(_batches(table))
     else:
         kinds = "pandas.DataFrame (pandas 2.2 or newer), datasets.Dataset, pyarrow.Table or a list of dicts"
-        raise _refused(f"{type(table).__name__} is no table: pass a path, {kinds}")
+        raise _refused(f"{type(table).__name__} is not a table: pass a path, {kinds}")
 
 
 def arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -70,8 +70,8 @@ def test_a_table_in_memory_becomes_a_dataset(table: Table, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "a DatasetDict is no table: choose one of"),
-        (iter(ROWS), "list_iterator is no table: pass a path, pandas.DataFrame"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "a DatasetDict is not a table: choose one of"),
+        (iter(ROWS), "list_iterator is not a table: pass a path, pandas.DataFrame"),
         (["a"], "line 1: is no mapping"),
         (pandas.DataFrame({"prompt": ["a", "b"], "answer": [1, "x"]}), "Arrow cannot read the DataFrame: .* answer"),
         (pandas.DataFrame({"other": ["a"]}), "line 1: has no field 'question', which --map names"),

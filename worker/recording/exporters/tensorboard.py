@@ -23,7 +23,7 @@ SUMMARY_VALUE, VALUE_TAG, VALUE_SIMPLE = 1 << 3 | 2, 1 << 3 | 2, 2 << 3 | 5
 
 class TensorBoardExporter:
     """`folder` gets a folder for each project and in it one for each run, whose name ends with the job's id. Each
-    attempt of the job writes a file of its own; TensorBoard shows all files of a run as one."""
+    attempt of the job writes its own file; TensorBoard shows all files of a run as one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
