@@ -140,9 +140,10 @@ class Settings(BaseSettings):
     # (docs/howto/webhooks.md).
     webhook_private_hosts: str = ""
 
-    # Exporters that jobs may use, comma separated: wandb, mlflow, trackio (docs/howto/integrations.md).
+    # Exporters that jobs may use, comma separated: wandb, mlflow, trackio, tensorboard (docs/howto/integrations.md).
     integrations: str = Field(
-        default="", pattern=r"^( *(wandb|mlflow|trackio) *(, *(wandb|mlflow|trackio) *)*)?$"
+        default="",
+        pattern=r"^( *(wandb|mlflow|trackio|tensorboard) *(, *(wandb|mlflow|trackio|tensorboard) *)*)?$",
     )
 
     # Address that the API and the metrics listen on; 0.0.0.0: all of IPv4; `::`: all.

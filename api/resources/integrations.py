@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from core.errors import InvalidRequest
 from core.strict import StrictModel
 
-# The characters that all three services accept; for Trackio the name becomes a file name.
+# The characters that all services accept; for Trackio and TensorBoard the name becomes one of a file or folder.
 Project = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\w[\w .-]*$")]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f]+$")]
 Entity = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^\w[\w.-]*$")]
@@ -42,7 +42,12 @@ class Trackio(StrictModel):
     trackio: Place
 
 
-Integration = Annotated[Wandb | Mlflow | Trackio, Field(discriminator="type")]
+class TensorBoard(StrictModel):
+    type: Literal["tensorboard"]
+    tensorboard: Place
+
+
+Integration = Annotated[Wandb | Mlflow | Trackio | TensorBoard, Field(discriminator="type")]
 
 
 def _one_of_each(integrations: list[Integration]) -> list[Integration]:

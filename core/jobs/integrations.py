@@ -1,4 +1,4 @@
-"""Exporters of a job's metrics: OpenAI's `integrations` for W&B, extended by MLflow and Trackio.
+"""Exporters of a job's metrics: OpenAI's `integrations` for W&B, extended by MLflow, Trackio and TensorBoard.
 
 A job chooses the project and run name in a service, never the service itself: its address and key belong to the
 operator, in the environment of the workers (docs/howto/integrations.md).
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from core.database.tables import Job
 
-Kind = Literal["wandb", "mlflow", "trackio"]
+Kind = Literal["wandb", "mlflow", "trackio", "tensorboard"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Stored with the method, because both are read once, at the start of a run.

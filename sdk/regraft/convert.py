@@ -67,6 +67,7 @@ from regraft._rules.foreign_files import (
 )
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import atomic_file
+from regraft.tables import Table, arrow_rows, table_rows
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -116,7 +117,7 @@ class Converted:
 
 
 def convert(
-    source: str | Path,
+    source: str | Path | Table,
     to: Target,
     path: str | Path,
     *,
@@ -125,22 +126,24 @@ def convert(
 ) -> Converted:
     """Write a dataset for a job: rft for reinforcement, sft for supervised, dpo for preferences.
 
-    Reads JSONL, JSON arrays, JSON over several lines, CSV, Parquet and Arrow, compressed with gzip, xz, bzip2, zstd or
-    not, with rows of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or with a prompt and an answer.
+    Reads files: JSONL, JSON arrays, JSON over several lines, CSV, Parquet and Arrow, compressed with gzip, xz, bzip2,
+    zstd or not; and tables in memory: datasets.Dataset, pandas.DataFrame, pyarrow.Table, a list of dicts. Rows are
+    those of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or have a prompt and an answer.
 
     Rows for rft and sft whose label is false or whose answer is empty are left out.
 
     Args:
+        source: the path of a file, or a table; `regraft.tables.from_hub` downloads one from the Hugging Face hub.
         names: the field of the source for a field of the row, such as {"answer": "label"}.
         encoding: of a text file, such as "cp1252"; None: UTF-8, or UTF-16 or UTF-32, which are recognized.
 
     Raises:
-        InvalidDataset: the file or rows of it cannot be converted. Nothing was written.
+        InvalidDataset: the source or rows of it cannot be converted. Nothing was written.
         SameFile: `path` is the source.
         UnknownEncoding
     """
     _check_encoding(encoding)
-    if Path(path).exists() and Path(path).samefile(source):
+    if isinstance(source, str | Path) and Path(path).exists() and Path(path).samefile(source):
         raise SameFile(f"{path} is the file that is converted: choose another name")
     problems = Problems()
     rows = 0
@@ -149,7 +152,7 @@ def convert(
     form = _FORMS[to]
     prompts = _prompts_in_answers(source, names or {}, encoding)
     with atomic_file(Path(path)) as out:
-        for row in read_any(Path(source), encoding):
+        for row in _source_rows(source, encoding):
             if isinstance(row, LineError):
                 problems.add(row)
                 continue
@@ -171,12 +174,17 @@ def convert(
                 rows += 1
                 dropped |= dict.fromkeys(without_place)
         if left_out and not rows and not problems.errors:
-            problems.add(LineError(0, f"the file has only rows {' or '.join(left_out)}"))
+            problems.add(LineError(0, f"there are only rows {' or '.join(left_out)}"))
         problems.refuse(rows, 1)
     notes = prompts.notes
     if to == "rft" and rows > MAX_TRAINING_ROWS:
         notes += (f"a reinforcement job reads at most {MAX_TRAINING_ROWS} rows",)
     return Converted(Path(path), rows, left_out, tuple(dropped), notes)
+
+
+def _source_rows(source: str | Path | Table, encoding: str | None) -> _NumberedRows:
+    """The rows of a file or a table, from the first at each call."""
+    return read_any(Path(source), encoding) if isinstance(source, str | Path) else table_rows(source)
 
 
 def _check_encoding(name: str | None) -> None:
@@ -402,7 +410,7 @@ def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
     with _pyarrow("Parquet"):
         from pyarrow import parquet
 
-        yield from _rows_of(parquet.ParquetFile(file).iter_batches(batch_size=256))
+        yield from arrow_rows(parquet.ParquetFile(file).iter_batches(batch_size=256))
 
 
 def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
@@ -410,20 +418,10 @@ def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
         from pyarrow import ipc
 
         if is_stream:
-            yield from _rows_of(ipc.open_stream(file))
+            yield from arrow_rows(ipc.open_stream(file))
         else:
             reader = ipc.open_file(file)
-            yield from _rows_of(reader.get_batch(number) for number in range(reader.num_record_batches))
-
-
-def _rows_of(batches: Iterable[Any]) -> _NumberedRows:
-    """The rows of Arrow's record batches."""
-    number = 0
-    for batch in batches:
-        for start in range(0, batch.num_rows, 256):  # as Python objects the rows take far more memory
-            for row in batch.slice(start, 256).to_pylist():
-                number += 1
-                yield number, row
+            yield from arrow_rows(reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
 # Rows.
@@ -528,11 +526,11 @@ class _PromptsInAnswers:
 
 
 def _prompts_in_answers(
-    source: str | Path, names: Mapping[str, str], encoding: str | None
+    source: str | Path | Table, names: Mapping[str, str], encoding: str | None
 ) -> _PromptsInAnswers:
     """Read the rows up to the first whose answers do not begin with its prompt and a white space."""
     ends_at_word = False
-    for row in read_any(Path(source), encoding):
+    for row in _source_rows(source, encoding):
         if isinstance(row, LineError):
             continue
         try:

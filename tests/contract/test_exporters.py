@@ -8,6 +8,7 @@ import pytest
 from tests.fakes import Notebook
 from worker.recording.exporters import RunInfo
 from worker.recording.exporters.mlflow import MlflowExporter
+from worker.recording.exporters.tensorboard import TensorBoardExporter
 from worker.recording.exporters.trackio import TrackioExporter
 from worker.recording.exporters.types import Exporter
 
@@ -32,7 +33,11 @@ def trackio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
     return TrackioExporter
 
 
-SERVICES = {"notebook": notebook, "mlflow": mlflow, "trackio": trackio}
+def tensorboard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
+    return lambda: TensorBoardExporter(folder)
+
+
+SERVICES = {"notebook": notebook, "mlflow": mlflow, "trackio": trackio, "tensorboard": tensorboard}
 
 
 @pytest.fixture(params=SERVICES)

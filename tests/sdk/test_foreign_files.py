@@ -1229,7 +1229,7 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         lines({"prompt": "a", "completion": "b", "label": False}),
         "sft",
         {},
-        "the file has only rows whose label is false",
+        "there are only rows whose label is false",
     ),
     "a conversation that does not begin with its prompt": (
         lines({"prompt": "2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}),

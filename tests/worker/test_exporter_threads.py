@@ -246,7 +246,7 @@ def job(*integrations: dict[str, Any]) -> Job:
 
 WANDB = {"type": "wandb", "wandb": {"project": "colours", "name": None, "tags": ["a"], "entity": "acme"}}
 RESOLVED = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
-ON = Settings(integrations="wandb, mlflow,trackio")
+ON = Settings(integrations="wandb, mlflow,trackio, tensorboard")
 
 
 def test_a_job_has_the_sinks_that_it_asks_for() -> None:
@@ -297,6 +297,7 @@ def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(
         ("mlflow", {}, True, "set MLFLOW_TRACKING_URI"),
         ("wandb", {"WANDB_MODE": "offline"}, True, None),
         ("wandb,trackio", {"WANDB_API_KEY": "k"}, True, None),
+        ("tensorboard", {}, False, None),
         ("", {}, False, None),
     ],
 )

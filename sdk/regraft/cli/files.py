@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from regraft.migrate import migrate as migrated
 from regraft.requests import FILES, read_grader, read_job, read_table
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.saving import atomic_file, chunks
+from regraft.tables import HUB, HubTable, from_hub
 
 JOB_FILES = (".toml", ".json", ".yaml", ".yml")
 
@@ -282,35 +284,22 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert a file of another format to a dataset."""
-    names: dict[str, str] = {}
-    for assignment in arguments.names:
-        name, equals, field = assignment.partition("=")
-        if not (name and equals and field):
-            raise Refused(f"--map {assignment}: write it as NAME=FIELD, such as answer=label")
-        if name in names:
-            raise Refused(f"--map {assignment}: {name} is given twice, also as {names[name]}")
-        names[name] = field
-    source: Path = arguments.source
-    if source.is_dir():
-        inside = sorted(
-            one for one in source.rglob("*") if one.suffix in (".arrow", ".parquet", ".jsonl", ".csv")
-        )
-        example = f", such as {inside[0]}" if inside else ""
-        raise Refused(f"{source} is a folder, and each of its files is converted on its own{example}.")
-    # train.csv.gz becomes train.rft.jsonl.
-    stem = Path(uncompressed_name(source).name).stem
+    """Convert a file of another format, or a dataset of the hub, to a dataset."""
+    names = _fields_by_name(arguments.names)
+    source, stem = _source(arguments)
     path = arguments.out or Path(f"{stem}.{arguments.target}.jsonl")
-    if path.is_file() and not path.samefile(source) and not arguments.force:
+    is_source = isinstance(source, Path) and path.is_file() and path.samefile(source)
+    if path.is_file() and not is_source and not arguments.force:
         raise Refused(f"{path} already exists: choose another name with -o, or replace it with --force.")
     try:
-        made = convert_dataset(source, arguments.target, path, names=names, encoding=arguments.encoding)
+        table = source if isinstance(source, Path) else source()
+        made = convert_dataset(table, arguments.target, path, names=names, encoding=arguments.encoding)
     except SameFile as same:
         raise Refused(f"{same} with -o") from None
     except UnknownEncoding as unknown:
         raise Refused(f"--encoding: {unknown}") from None
     except InvalidDataset as bad:
-        bad.file = str(source)
+        bad.file = str(arguments.source)
         raise
     shown = {
         "path": str(made.path),
@@ -329,6 +318,37 @@ def convert(arguments: argparse.Namespace) -> int:
         return "\n".join(said)
 
     return answer(arguments, shown, text)
+
+
+def _fields_by_name(assignments: Sequence[str]) -> dict[str, str]:
+    """The field of the source for each name of --map."""
+    names: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, field = assignment.partition("=")
+        if not (name and equals and field):
+            raise Refused(f"--map {assignment}: write it as NAME=FIELD, such as answer=label")
+        if name in names:
+            raise Refused(f"--map {assignment}: {name} is given twice, also as {names[name]}")
+        names[name] = field
+    return names
+
+
+def _source(arguments: argparse.Namespace) -> tuple[Path | Callable[[], HubTable], str]:
+    """The file to convert, or the download of a dataset of the hub; and the stem of the converted file's name."""
+    source: Path = arguments.source
+    if str(source).startswith(HUB):
+        name, split = str(source).removeprefix(HUB), arguments.split or "train"
+        return partial(from_hub, name, config=arguments.config, split=split), source.name
+    if arguments.config or arguments.split:
+        raise Refused(f"--config and --split are of datasets of the hub, such as {HUB}openai/gsm8k.")
+    if source.is_dir():
+        inside = sorted(
+            one for one in source.rglob("*") if one.suffix in (".arrow", ".parquet", ".jsonl", ".csv")
+        )
+        example = f", such as {inside[0]}" if inside else ""
+        raise Refused(f"{source} is a folder, and each of its files is converted on its own{example}.")
+    # train.csv.gz becomes train.rft.jsonl.
+    return source, Path(uncompressed_name(source).name).stem
 
 
 def migrate_from_openai(arguments: argparse.Namespace) -> int:

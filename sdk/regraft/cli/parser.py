@@ -115,7 +115,7 @@ VALIDATE = Command(
 CONVERT = Command(
     "convert",
     "convert a file in another format to a dataset: JSON, CSV, Parquet, Arrow; Alpaca, ShareGPT, TRL and others",
-    arg("source", "FILE"),
+    arg("source", "FILE", "a file, or hub:OWNER/NAME: a dataset of the Hugging Face hub (requires datasets)"),
     arg(
         "--to",
         help="rows for reinforcement (rft), supervised (sft) or preference jobs (dpo)",
@@ -136,9 +136,12 @@ CONVERT = Command(
         "NAME",
         "of a text file, such as cp1252, gbk or shift_jis (default: UTF-8, UTF-16 or UTF-32, by its start)",
     ),
+    arg("--config", "NAME", "of a dataset of the hub that has several parts, such as main"),
+    arg("--split", "NAME", "of a dataset of the hub (default: train)"),
     arg("-o --out", "FILE", "default: FILE.TARGET.jsonl, such as questions.rft.jsonl"),
     arg("--force", help="replace the output file if it exists", action="store_true"),
-    example="regraft convert questions.csv --to rft --map prompt=question --map answer=label",
+    example="regraft convert questions.csv --to rft --map prompt=question --map answer=label\n"
+    "  regraft convert hub:openai/gsm8k --config main --split test --to rft",
 )
 
 GRADERS = Group(

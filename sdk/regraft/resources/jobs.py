@@ -17,8 +17,9 @@ from regraft import datasets
 from regraft._rules.datasets import InvalidDataset
 from regraft.display import Display
 from regraft.errors import JobFailed
-from regraft.jobs import JobEvent, grader_of, verdict_of
+from regraft.jobs import JobEvent, grader_of, result_of, verdict_of
 from regraft.literals import Method, Split
+from regraft.notebook import PLOTTED, plot_reward
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
 from regraft.resources.waiting import retry_in
@@ -27,6 +28,7 @@ from regraft.types import Curve, JobComparison, JobLedger, Verdict
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
 
 Steps = list[dict[str, Any]]
 VALIDATE = "/regraft/jobs/validate"
@@ -204,6 +206,16 @@ class AsyncJobs(OpenAIAsyncJobs):
         path = route("/regraft/jobs", job_id, "metrics")
         found: Any = await self._client.get(path, cast_to=object, options=options)
         return _framed(found["data"], frame)
+
+    async def plot(self, job_id: str, *, axes: "Axes | None" = None) -> "Axes":
+        """Draw the rewards of a job with the delivered step, for a notebook; see regraft.notebook.plot_reward.
+
+        Raises:
+            CannotShow: no step has a reward.
+            ImportError: matplotlib is missing.
+        """
+        result = result_of(await self.retrieve(job_id))
+        return plot_reward(await self.metrics(job_id, frame=False, names=PLOTTED), result, axes)
 
     async def _create(self, body: dict[str, Any]) -> FineTuningJob:
         return await self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())

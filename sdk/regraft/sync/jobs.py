@@ -10,7 +10,8 @@ from openai import Stream
 from openai.resources.fine_tuning.jobs import Jobs as OpenAIJobs
 from openai.types.fine_tuning import FineTuningJob
 
-from regraft.jobs import JobEvent, verdict_of
+from regraft.jobs import JobEvent, result_of, verdict_of
+from regraft.notebook import PLOTTED, plot_reward
 from regraft.requests import Source, read_job
 from regraft.resources.jobs import (
     ENDS,
@@ -35,6 +36,7 @@ from regraft.types import Curve, JobComparison, JobLedger, Verdict
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
 
 
 class Jobs(OpenAIJobs):
@@ -157,6 +159,16 @@ class Jobs(OpenAIJobs):
         path = route("/regraft/jobs", job_id, "metrics")
         found: Any = self._client.get(path, cast_to=object, options=options)
         return _framed(found["data"], frame)
+
+    def plot(self, job_id: str, *, axes: "Axes | None" = None) -> "Axes":
+        """Draw the rewards of a job with the delivered step, for a notebook; see regraft.notebook.plot_reward.
+
+        Raises:
+            CannotShow: no step has a reward.
+            ImportError: matplotlib is missing.
+        """
+        result = result_of(self.retrieve(job_id))
+        return plot_reward(self.metrics(job_id, frame=False, names=PLOTTED), result, axes)
 
     def _create(self, body: dict[str, Any]) -> FineTuningJob:
         return self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())

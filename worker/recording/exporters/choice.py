@@ -13,12 +13,19 @@ from core.jobs.integrations import Kind
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.settings import Settings
 from worker.recording.exporters.mlflow import MlflowExporter
+from worker.recording.exporters.tensorboard import TensorBoardExporter
 from worker.recording.exporters.threads import ExporterThread, ExporterThreads
 from worker.recording.exporters.trackio import TrackioExporter
 from worker.recording.exporters.types import Exporter, RunInfo
 from worker.recording.exporters.wandb import WandbExporter
 
-LABELS: Mapping[Kind, str] = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
+LABELS: Mapping[Kind, str] = {
+    "wandb": "Weights & Biases",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
+    "tensorboard": "TensorBoard",
+}
+WITHOUT_PACKAGE: frozenset[Kind] = frozenset({"tensorboard"})
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # in the name of a variable
 Make = Callable[[Kind, Settings], Exporter]
 Warn = Callable[[str, dict[str, Any]], None]
@@ -33,6 +40,8 @@ def make(kind: Kind, settings: Settings) -> Exporter:
             return MlflowExporter()
         case "trackio":
             return TrackioExporter()
+        case "tensorboard":
+            return TensorBoardExporter(settings.data_dir.resolve() / "tensorboard")
 
 
 def problem(
@@ -43,7 +52,7 @@ def problem(
     """Return why this worker cannot use a configured integration, in a sentence; checked before the worker starts."""
     for kind in settings.enabled_integrations:
         enabled = f"REGRAFT_INTEGRATIONS has {kind!r}"
-        if not is_installed(kind):
+        if kind not in WITHOUT_PACKAGE and not is_installed(kind):
             return f"{enabled}, whose package is not installed: pip install 'regraft-server[{kind}]'"
         offline = environment.get("WANDB_MODE") in ("offline", "disabled")
         if kind == "wandb" and not offline and not environment.get("WANDB_API_KEY"):
