@@ -38,21 +38,26 @@ def tools_mismatch(body: Mapping[str, Any], train: Functions, valid: Functions) 
     Returns:
         The `param` and the problem. None: there is none, or the job has no tools.
     """
-    tools = names_of(body)
-    if not tools:
-        return None
     for param, rows in (("training_file", train), ("validation_file", valid)):
-        for line, functions in rows:
-            if unknown := [name for tool in functions if (name := tool["function"]["name"]) not in tools]:
-                return param, (
-                    f"Line {line} has the function '{unknown[0]}', and the job has no tool of this name. Add it to "
-                    f"{TOOLS_PARAM}, or remove it from the row."
-                )
+        if (problem := unknown_function(body, rows)) is not None:
+            return param, problem
     known = {tool["function"]["name"] for _, functions in train for tool in functions}
-    for number, name in enumerate(tools):
+    for number, name in enumerate(names_of(body)):
         if name not in known:
             return (
                 f"{TOOLS_PARAM}[{number}].name",
                 f"The job has the tool '{name}', and no row of the training file has its schema in 'tools'.",
+            )
+    return None
+
+
+def unknown_function(body: Mapping[str, Any], rows: Functions) -> str | None:
+    """The problem of the first function of a row that no tool of the job executes; None also without tools."""
+    tools = names_of(body)
+    for line, functions in rows if tools else ():
+        if unknown := [name for tool in functions if (name := tool["function"]["name"]) not in tools]:
+            return (
+                f"Line {line} has the function '{unknown[0]}', and the job has no tool of this name. Add it to "
+                f"{TOOLS_PARAM}, or remove it from the row."
             )
     return None
