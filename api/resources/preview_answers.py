@@ -85,7 +85,7 @@ class Completion:
         return Grade(None, f"a tool failed: {self.episode.problem}", ErrorKind.other_error)
 
     def episode_fields(self) -> dict[str, Any]:
-        """What a stored answer has of its episode."""
+        """Return the fields of a stored answer that describe its episode."""
         if self.episode is None:
             return {"conversation": None, "stop": None, "trace_id": None, "problem": ""}
         episode = self.episode
@@ -121,7 +121,7 @@ async def complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Co
 
 
 Complete = Callable[[dict[str, Any]], Awaitable[Completion]]
-"""Samples one completion, and retries while the inference server is away."""
+"""Samples one completion, and retries while the inference server is unavailable."""
 
 
 async def play_episode(

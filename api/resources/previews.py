@@ -41,7 +41,7 @@ from core.evals import targets
 from core.inference import address_of, not_served
 from core.jobs import estimates
 from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM
-from core.jobs.tools import steps_of, unknown_function
+from core.jobs.tools import steps_of, unknown_function, with_functions
 from core.masking import hide_in_method
 from core.model_templates import files_of
 from core.outages import Resource
@@ -301,6 +301,8 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     asked = sizes.estimate_inputs(body, project, service)
     rows, _ = draw_rows(service.blobs, asked.training, body.rows, body.seed or 0)
     weights = _weights(body, asked, project, service)
+    _refuse_mismatch(body, rows)
+    rows = with_functions(body.method_body(), rows)
     _refuse_tools(body, asked, rows, service)
     chats = [_chat(body, asked, weights, row, member) for row in rows for member in range(body.samples)]
     wanted = previews.parts_of(
@@ -315,18 +317,20 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
 
 
-def _refuse_tools(
-    body: PreviewCreate, inputs: EstimateInputs, rows: Sequence[Example], service: Service
-) -> None:
-    """Raise InvalidRequest for an agent, and for rows with tools that the model or the job cannot have, as the
-    validation of the job does.
-    """
+def _refuse_mismatch(body: PreviewCreate, rows: Sequence[Example]) -> None:
+    """Raise InvalidRequest for an agent, and for functions of rows that no tool of the job executes."""
     if body.reinforcement(PREVIEW).environment is not None:
         message = "Previews do not wait for an agent. Leave 'environment' and 'max_episode_steps' out."
         raise InvalidRequest(message, param=ENVIRONMENT_PARAM)
     unknown = unknown_function(body.method_body(), [(row.line, row.tools) for row in rows])
     if unknown is not None:
         raise InvalidRequest(unknown, param="training_file")
+
+
+def _refuse_tools(
+    body: PreviewCreate, inputs: EstimateInputs, rows: Sequence[Example], service: Service
+) -> None:
+    """Raise InvalidRequest for a row with tools that the model cannot have, as the validation of the job does."""
     line = next((row.line for row in rows if row.tools), None)
     if line is None:
         return

@@ -1,4 +1,4 @@
-"""Episodes over chat completions, for previews and eval runs: they need texts, and a job's episodes need tokens."""
+"""Episodes over chat completions, for previews: they need texts, where episodes of a job need tokens."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -102,7 +102,9 @@ class McpTools:
             return ToolResult.of_error(str(refused), self._clock() - began)
         seconds = self._clock() - began
         if result.get("resultType", "complete") != "complete":
-            return ToolResult.of_error("the tool asks for further input, which nobody can give", seconds)
+            return ToolResult.of_error(
+                "the tool asks for further input, which no client can give here", seconds
+            )
         hidden = [*secrets_of_headers(wire.server.headers), *secrets_of(wire.server.url)]
         is_error = result.get("isError") is True
         return ToolResult(

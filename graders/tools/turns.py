@@ -1,4 +1,4 @@
-"""The calls of one answer are executed at once, whoever has sampled it."""
+"""Executes the calls of one answer at once, for jobs and previews."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
