@@ -2,7 +2,9 @@
 
     python examples/mcp_tools.py --port 9100
 
-Rows need no `tools`: {"messages": [{"role": "user", "content": "What is in drawer 3?"}], "digit": "1"}. The operator allows the host in REGRAFT_GRADERS_FILE:
+Rows need no `tools`:
+{"messages": [{"role": "user", "content": "What is in drawer 3?"}], "digit": "1"}. The operator
+allows the host in REGRAFT_GRADERS_FILE:
 
     [endpoints]
     hosts = ["127.0.0.1"]
