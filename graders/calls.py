@@ -9,7 +9,7 @@ import math
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -32,6 +32,7 @@ class Reply:
     text: str
     retry_after: str | None = None
     is_utf8: bool = True  # False: bytes that are not have been replaced in `text`
+    headers: Mapping[str, str] = field(default_factory=dict)  # their names do not distinguish case
 
     @property
     def ok(self) -> bool:
@@ -225,7 +226,9 @@ async def _post_once(
             text, is_utf8 = read.decode(), True
         except UnicodeDecodeError:
             text, is_utf8 = read.decode(errors="replace"), False
-        return Reply(response.status_code, text, response.headers.get("retry-after"), is_utf8)
+        return Reply(
+            response.status_code, text, response.headers.get("retry-after"), is_utf8, response.headers
+        )
 
 
 def unknown_model(status: int, text: str) -> str | None:

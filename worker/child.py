@@ -34,6 +34,7 @@ from graders.calls import ServerAway
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.sandbox import folders
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
+from graders.tools.protocol import ToolsFail
 from graders.types import Grader
 from worker import instruments, process
 from worker.attempt import Attempt
@@ -60,7 +61,6 @@ from worker.refusals import (
     starting_later,
     waiting_for_names,
 )
-from worker.rollout.tools import ToolsFail
 from worker.sharing.base import BaseLost, DeviceShare, RunsAlone
 from worker.sharing.turns import TurnsLost
 

@@ -16,8 +16,8 @@ from worker.types import Group, Prompt, UpdateMetrics
 
 # These modules import torch, and worker/supervisor/validation.py imports this module without torch.
 if TYPE_CHECKING:
+    from graders.tools.protocol import ToolRequest, ToolResult, Tools
     from worker.interfaces import Trainer
-    from worker.rollout.tools import ToolRequest, ToolResult, Tools
     from worker.sampling import Answer, Sampler, Sampling
 
 Beat = Callable[[], None]
@@ -91,6 +91,9 @@ class HeartbeatTools:
             return calling.result()
         finally:
             calling.cancel()
+
+    async def end(self, trace_id: str) -> None:
+        await self._tools.end(trace_id)
 
 
 class HeartbeatTrainer:

@@ -17,8 +17,8 @@ from graders.types import Grade
 if TYPE_CHECKING:  # the processes beside a run have no torch
     from torch import Tensor
 
+    from graders.tools.episode import Episode
     from worker.branches import AnswerPiece, Branch
-    from worker.episode import Episode
 
 FinishReason = Literal["stop", "length"]
 

@@ -9,7 +9,7 @@ from api.http.schema_checks import refuse_unusable_schema
 from api.resources.graders import refuse
 from api.resources.integrations import to_rows
 from api.resources.job_body import MAX_MULTIPLIER, JobCreate, Method, Reinforcement
-from api.resources.job_tools import refuse_unusable_tools
+from api.resources.job_tools import read_functions
 from core.database.tables import GraderAudit, Preview, Project
 from core.errors import InvalidRequest, NotFound
 from core.jobs import distillation, estimates, full, methods, resources
@@ -86,7 +86,9 @@ def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service
 
 
 async def refuse_unusable(body: JobCreate, service: Service, project: Project) -> None:
-    """Reject a grader that this server cannot run, and a schema that cannot be enforced.
+    """Reject a grader or a tool that this server cannot run, and a schema that cannot be enforced.
+
+    Reads the functions of MCP servers into the tools of the body.
 
     Together with `accept` these are the validation rules of a job. A queued check holds no thread.
     """
@@ -98,6 +100,7 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
         await refuse(asked.shadow_grader, service, project, SHADOW_PARAM)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
+    await read_functions(asked.tools or (), service.backends.endpoints)
 
 
 def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit | None:
@@ -156,7 +159,6 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.distillation is not None:
         refuse_unusable_teacher(body.method.distillation, base_model, parent, service, project)
     if body.method.reinforcement is not None:
-        refuse_unusable_tools(body.method.reinforcement.tools or (), service.backends.endpoints)
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     refuse_full_context(body.method, service.registry.get(base_model).context)
     refuse_unusable_full(body.method, base_model, service)

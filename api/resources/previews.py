@@ -8,9 +8,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,21 +25,23 @@ from api.http.judge_usage import booked_judges
 from api.http.openapi import refusals
 from api.http.shapes import After, Limit, Listing, RunErrorOut, clamped
 from api.resources import estimates as sizes
-from api.resources.chat import Inference, Upstream, read_response
+from api.resources.chat import Inference, Upstream
 from api.resources.drawn_rows import draw_rows
 from api.resources.estimates import EstimateInputs, Size
 from api.resources.graders import TIMEOUT_S
 from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
 from api.resources.job_checks import refuse_unusable
+from api.resources.preview_answers import Completion, complete, play_episode
 from core.asgi import until_gone
 from core.chat import Chat, Served
 from core.database.tables import Preview as PreviewRow
 from core.database.tables import Project
-from core.errors import InvalidRequest, NotReady, ServiceError
+from core.errors import InvalidRequest
 from core.evals import targets
-from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
+from core.inference import address_of, not_served
 from core.jobs import estimates
-from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM, TOOLS_PARAM
+from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM
+from core.jobs.tools import steps_of, unknown_function, with_functions
 from core.masking import hide_in_method
 from core.model_templates import files_of
 from core.outages import Resource
@@ -63,7 +65,11 @@ from core.tool_parsers import NO_FORMAT, tools_problem
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
-from graders.types import Grade, Sample
+from graders.tools.episode import trace_id
+from graders.tools.kinds import ToolServices, ToolSet
+from graders.tools.protocol import Tools
+from graders.tools.turns import EpisodeTools
+from graders.types import Grade
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +182,17 @@ class PreviewAnswerOut(BaseModel):
     output_text: str
     output_reasoning: str | None
     output_tools: Annotated[list[dict[str, Any]], Field(description="The calls of functions in the answer.")]
+    conversation: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description="The messages after the prompt of an episode; null: the job executes no tools."),
+    ]
+    stop: Annotated[
+        str | None,
+        Field(
+            description="The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."
+        ),
+    ]
+    trace_id: Annotated[str | None, Field(description="The id of the episode for its tools and the grader.")]
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
@@ -204,6 +221,20 @@ class Prepared:
     parts: dict[str, str]
     # Of an earlier preview that differs at most in its grader, and the seconds that they took.
     earlier: tuple[str, Sequence["Completion"], float] | None
+
+    @property
+    def steps(self) -> int:
+        """The most answers of the model in an episode."""
+        return steps_of(self.body.method_body())
+
+    def tools(self, service: Service) -> Tools | None:
+        """Those of the job; None: calls of functions are not executed."""
+        rows = self.body.method_body().get("tools")
+        if rows is None:
+            return None
+        return ToolSet.of(
+            rows, ToolServices(service.backends.endpoints, service.backends.environments, self.project_id)
+        )
 
     def row(self) -> PreviewRow:
         """The row of a preview that begins."""
@@ -260,33 +291,6 @@ class PreviewProgress:
             self.waiting_for = None
 
 
-@dataclass(frozen=True)
-class Completion:
-    text: str
-    cut_off: bool
-    prompt_tokens: int
-    tokens: int
-    reasoning: str = ""
-    tool_calls: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def of_answer(cls, answer: Mapping[str, Any]) -> "Completion":
-        """The completion that an earlier preview has stored."""
-        return cls(
-            text=answer["output_text"],
-            cut_off=answer["finish_reason"] == "length",
-            prompt_tokens=answer["prompt_tokens"],
-            tokens=answer["completion_tokens"],
-            reasoning=answer["output_reasoning"] or "",
-            tool_calls=answer["output_tools"],
-        )
-
-    @property
-    def cut_thought(self) -> bool:
-        """Whether the answer ended within its thought."""
-        return bool(self.reasoning) and not self.text and not self.tool_calls and self.cut_off
-
-
 def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepared:
     """Runs in a thread, because it reads the database and files."""
     with service.database.read() as session:
@@ -297,6 +301,8 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     asked = sizes.estimate_inputs(body, project, service)
     rows, _ = draw_rows(service.blobs, asked.training, body.rows, body.seed or 0)
     weights = _weights(body, asked, project, service)
+    _refuse_mismatch(body, rows)
+    rows = with_functions(body.method_body(), rows)
     _refuse_tools(body, asked, rows, service)
     chats = [_chat(body, asked, weights, row, member) for row in rows for member in range(body.samples)]
     wanted = previews.parts_of(
@@ -311,19 +317,20 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
 
 
-def _refuse_tools(
-    body: PreviewCreate, inputs: EstimateInputs, rows: Sequence[Example], service: Service
-) -> None:
-    """Raise InvalidRequest for a row with tools that the model cannot have, as the validation of the job does.
-
-    A preview samples one answer to a row, so it does not have the episodes of a job with tools either.
-    """
+def _refuse_mismatch(body: PreviewCreate, rows: Sequence[Example]) -> None:
+    """Raise InvalidRequest for an agent, and for functions of rows that no tool of the job executes."""
     if body.reinforcement(PREVIEW).environment is not None:
         message = "Previews do not wait for an agent. Leave 'environment' and 'max_episode_steps' out."
         raise InvalidRequest(message, param=ENVIRONMENT_PARAM)
-    if body.reinforcement(PREVIEW).tools is not None:
-        message = "Previews do not execute tools in this version. Leave 'tools' and 'max_episode_steps' out."
-        raise InvalidRequest(message, param=TOOLS_PARAM)
+    unknown = unknown_function(body.method_body(), [(row.line, row.tools) for row in rows])
+    if unknown is not None:
+        raise InvalidRequest(unknown, param="training_file")
+
+
+def _refuse_tools(
+    body: PreviewCreate, inputs: EstimateInputs, rows: Sequence[Example], service: Service
+) -> None:
+    """Raise InvalidRequest for a row with tools that the model cannot have, as the validation of the job does."""
     line = next((row.line for row in rows if row.tools), None)
     if line is None:
         return
@@ -485,7 +492,7 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
         service,
         PreviewRow,
         preview_id,
-        _previewed(prepared, service, upstream, slot, progress),
+        _previewed(preview_id, prepared, service, upstream, slot, progress),
         what="preview",
         too_slow=InvalidRequest(
             f"The preview took longer than {service.preview_seconds:.0f} s. Request fewer rows or samples, or shorter "
@@ -498,10 +505,16 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
 
 
 async def _previewed(
-    prepared: Prepared, service: Service, upstream: Upstream, slot: Slot, progress: PreviewProgress
+    preview_id: str,
+    prepared: Prepared,
+    service: Service,
+    upstream: Upstream,
+    slot: Slot,
+    progress: PreviewProgress,
 ) -> PreviewResults:
     retry = RetryPolicy(service.preview_load_seconds, log.warning, during=progress.waiting)
-    completions, seconds = await _sampled(prepared, upstream, progress, retry)
+    tools = prepared.tools(service)
+    completions, seconds = await _sampled(preview_id, prepared, tools, upstream, progress, retry)
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
 
     async def graded() -> tuple[list[Grade], int]:
@@ -543,30 +556,48 @@ async def _previewed(
 
 
 async def _sampled(
-    prepared: Prepared, upstream: Upstream, progress: PreviewProgress, retry: RetryPolicy
+    preview_id: str,
+    prepared: Prepared,
+    tools: Tools | None,
+    upstream: Upstream,
+    progress: PreviewProgress,
+    retry: RetryPolicy,
 ) -> tuple[Sequence[Completion], float]:
     """The answers, and how long they took.
 
     Args:
+        tools: of the job; None: its calls of functions are not executed.
         retry: for a server that starts, was stopped, or loads the model.
     """
+    OWNER.set(prepared.project_id)  # the arguments of calls are checked in the pool of hazards
     if prepared.earlier is not None:
         _, completions, seconds = prepared.earlier
         progress.sampled = len(completions)
         return completions, seconds
     # One token first, so that the time to load the model does not count as sampling time.
     first = prepared.chats[0] | {"max_completion_tokens": 1}
-    await retry.call_async(partial(_complete, upstream, first, prepared.rows[0]))
+    await retry.call_async(partial(complete, upstream, first, prepared.rows[0]))
     started = time.perf_counter()
     progress.began("sampling")
 
-    async def sampled(chat: dict[str, Any], row: Example) -> Completion:
-        completion = await retry.call_async(partial(_complete, upstream, chat, row))
+    async def completed(row: Example, chat: dict[str, Any]) -> Completion:
+        return await retry.call_async(partial(complete, upstream, chat, row))
+
+    async def sampled(chat: dict[str, Any], row: Example, member: int) -> Completion:
+        one = partial(completed, row)
+        if tools is None:
+            completion = await one(chat)
+        else:
+            trace = trace_id(preview_id, "preview", row.line, 0, member)
+            episode = EpisodeTools(tools, row.tools, row.item, trace)
+            completion = await play_episode(one, chat, episode, prepared.steps)
         progress.one_sampled()
         return completion
 
-    rows = [row for row in prepared.rows for _ in range(prepared.body.samples)]
-    made = await _all([partial(sampled, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)])
+    places = [(row, member) for row in prepared.rows for member in range(prepared.body.samples)]
+    made = await _all(
+        [partial(sampled, chat, *place) for chat, place in zip(prepared.chats, places, strict=True)]
+    )
     return made, time.perf_counter() - started
 
 
@@ -580,6 +611,7 @@ def _answer_fields(
         "output_text": completion.text,
         "output_reasoning": completion.reasoning or None,
         "output_tools": list(completion.tool_calls),
+        **completion.episode_fields(),
         "finish_reason": "length" if completion.cut_off else "stop",
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.tokens,
@@ -640,37 +672,6 @@ async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     return [task.result() for task in running]
 
 
-async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:
-    answer = await upstream.send(chat)
-    await read_response(answer)
-    if answer.status_code != 200:
-        raise _refusal(row, answer.status_code, answer.json()["error"], answer.headers.get("retry-after"))
-    said: dict[str, Any] = answer.json()
-    [choice] = said["choices"]
-    return Completion(
-        text=choice["message"]["content"] or "",
-        cut_off=choice["finish_reason"] == "length",
-        prompt_tokens=said["usage"]["prompt_tokens"],
-        tokens=said["usage"]["completion_tokens"],
-        reasoning=choice["message"].get("reasoning_content") or "",
-        tool_calls=choice["message"].get("tool_calls") or (),
-    )
-
-
-def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
-    """The inference server's error as ours; an error about a chat is one about a row of the file."""
-    message, code = error["message"], error["code"]
-    if code in ("not_enough_memory", "engine_unavailable"):  # these do not pass by themselves
-        return NotReady(message, code=code)
-    if status == 503:
-        return InferenceNotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
-    if code == "model_not_found":
-        return UnknownToInference(message)
-    if status < 500:
-        return InvalidRequest(f"line {row.line}: {message}", param="training_file", code=code)
-    return ServiceError(message)
-
-
 def _graded(
     prepared: Prepared, service: Service, completions: Sequence[Completion], graded: Callable[[], None]
 ) -> tuple[list[Grade], int]:
@@ -683,19 +684,9 @@ def _graded(
     parse_json = reinforcement.response_format is not None
     items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
     pairs = [
-        (
-            replace(
-                Sample.from_text(
-                    completion.text,
-                    "length" if completion.cut_off else "stop",
-                    parse_json,
-                    reasoning=completion.reasoning,
-                ),
-                output_tools=tuple(completion.tool_calls),
-            ),
-            item,
-        )
+        (completion.sample(parse_json=parse_json), item)
         for completion, item in zip(completions, items, strict=True)
+        if completion.discarded is None
     ]
 
     async def grade() -> tuple[list[Grade], int]:
@@ -706,7 +697,9 @@ def _graded(
         ):
             return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded), ledger.total
 
-    return asyncio.run(grade())
+    grades, tokens = asyncio.run(grade())
+    left = iter(grades)
+    return [completion.discarded or next(left) for completion in completions], tokens
 
 
 def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:

@@ -61,6 +61,11 @@ def parts_of(
             settings.thinking_budget,
         ],
         response_format=method["response_format"],
+        tools=[
+            method.get("max_episode_steps"),
+            # Without headers, which are secrets.
+            *({**tool, "headers": None} for tool in method.get("tools") or ()),
+        ],
     )
 
 

@@ -576,6 +576,12 @@ class PreviewAnswer(BaseModel):
     output_reasoning: str | None = None
     output_tools: list[dict[str, Any]]
     """The calls of functions in the answer."""
+    conversation: list[dict[str, Any]] | None = None
+    """The messages after the prompt of an episode; None: the job executes no tools."""
+    stop: str | None = None
+    """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
+    trace_id: str | None = None
+    """The id of the episode for its tools and the grader."""
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int

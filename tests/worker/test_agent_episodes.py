@@ -14,15 +14,15 @@ import pytest
 from core.conversations import Message, Tools
 from core.errors import EpisodeRefused
 from core.jobs.hyperparameters import Hyperparameters, resolve
+from graders.tools.episode import NO_RESULT
+from graders.tools.protocol import ToolsFail
 from graders.types import Grade
 from tests.worker.test_episodes import FUNCTIONS, LIMITS, PROMPT, SAMPLING, Script, read_calls, said
-from worker.episode import NO_RESULT
 from worker.recording import metrics
 from worker.refusals import PausedWhileWaiting
 from worker.rollout.agent_episodes import Board, ChatRequest, Completed, Game, ignored_of
 from worker.rollout.agent_sampler import AgentLink, AgentRules, AgentSampler
 from worker.rollout.episodes import EpisodeLimits
-from worker.rollout.tools import ToolsFail
 from worker.sampling import Answer, Sampling
 from worker.types import NEW_ROOT, NO_ANSWER, Group, Prompt, Rollout
 

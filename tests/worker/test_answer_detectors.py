@@ -14,8 +14,8 @@ from scipy.stats import binom
 from core.jobs.alarm_sizes import ALARMS
 from core.step_metrics import StepMetrics
 from core.thresholds import Thresholds
+from graders.tools.episode import Episode
 from graders.types import Grade
-from worker.episode import Episode
 from worker.history import RECENT
 from worker.recording import answer_statistics, monitors
 from worker.recording.answer_statistics import MIN_PROMPTS

@@ -12,6 +12,7 @@ from core.database.tables import Event, Job
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from core.settings import Settings
+from graders.tools.protocol import ToolsFail
 from tests.families.templates import make_turn_model
 from tests.graders.servers import serving
 from tests.hyperparameters import in_groups
@@ -19,7 +20,6 @@ from tests.worker.conftest import Bench
 from tests.worker.test_tool_jobs import FORMAT, ROWS, TEMPLATE
 from worker import process
 from worker.child import status_of
-from worker.rollout.tools import ToolsFail
 
 GRADER = {
     "type": "string_check",

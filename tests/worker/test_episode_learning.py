@@ -16,12 +16,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
+from graders.tools.protocol import ToolRequest, ToolResult
 from graders.types import Grade
 from tests.hyperparameters import in_groups
 from tests.tiny import save_llama
 from worker.model.policy import Policy, load_base
 from worker.rollout.episodes import EpisodeLimits, EpisodeSampler
-from worker.rollout.tools import ToolRequest, ToolResult
 from worker.sampling import Sampling, grouped
 from worker.sampling.transformers import TransformersSampler
 from worker.training.trainer import PeftTrainer
@@ -43,6 +43,9 @@ class Drawers:
 
     async def call(self, call: ToolRequest) -> ToolResult:
         return ToolResult(call.item["digit"])
+
+    async def end(self, trace_id: str) -> None:
+        """There is nothing to free."""
 
 
 class Is:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from core.storage.message_rows import conversation_problems
-from worker.rollout.episodes import MAX_CALLS, TOO_MANY_CALLS, EpisodeLimits, EpisodeSampler
-from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, ToolsFail
+from graders.tools.protocol import ToolFailed, ToolRequest, ToolResult, ToolsFail
+from graders.tools.turns import MAX_CALLS, TOO_MANY_CALLS
+from worker.rollout.episodes import EpisodeLimits, EpisodeSampler
 from worker.sampling import Answer, Sampling
 from worker.types import Call, ParsedAnswer, Prompt, Rollout
 
@@ -70,10 +71,14 @@ class Notes:
 
     answer: Callable[[ToolRequest], ToolResult] = lambda call: ToolResult(call.arguments)
     calls: list[ToolRequest] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
     async def call(self, call: ToolRequest) -> ToolResult:
         self.calls.append(call)
         return self.answer(call)
+
+    async def end(self, trace_id: str) -> None:
+        self.ended.append(trace_id)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from graders.build import build
 from graders.calls import ServerAway
 from graders.judge.judges import HttpJudges, JudgeModel
 from graders.spec import parse_grader
+from graders.tools.episode import Episode
 from graders.types import Grade, Item, Sample
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
-from worker.episode import Episode
 from worker.prepare.rollouts import judged_range
 from worker.rollout.anchors import JudgeAnchors
 from worker.types import Group, Prompt, Rollout

@@ -10,6 +10,7 @@ import pytest
 from core.jobs.hyperparameters import Resolved
 from core.results import ledger
 from core.results.ledger import Ledger
+from graders.tools.episode import Episode
 from graders.types import ErrorKind, Grade
 from tests.fakes import ExactGrader, GuessingSampler, Skill, crash_at
 from tests.present import present
@@ -17,7 +18,6 @@ from tests.worker.conftest import Bench
 from tests.worker.test_training import asked
 from worker.child import booked_at_the_end
 from worker.clock import Clock
-from worker.episode import Episode
 from worker.gpu_ratio import GpuSplit
 from worker.recording.ledger import answer_tokens
 from worker.rollout.experience import Rewards

@@ -33,6 +33,7 @@ from graders.calls import ServerAway
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.sandbox.pool import SandboxBusy
 from graders.spec import parse_grader
+from graders.tools.episode import Episode
 from graders.types import ErrorKind, Grade
 from tests.families.zoo import FAMILIES, Family
 from tests.hyperparameters import in_groups
@@ -43,7 +44,6 @@ from worker import process
 from worker.assemble import assemble
 from worker.child import followed, run_claim, status_of
 from worker.device import GpuUnusable
-from worker.episode import Episode
 from worker.model.policy import Base, Policy, load_base
 from worker.prepare.scorers import reward_models, teacher_model
 from worker.recording import metrics

@@ -14,18 +14,17 @@ import pytest
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints, checked_headers
 from graders.hazards import table
-from tests.graders.servers import Reply, ScriptedServer, Time, serving
-from worker.rollout.tools import (
+from graders.tools.http import HttpTool, HttpTools
+from graders.tools.protocol import (
     MAX_BYTES,
     WINDOW,
-    HttpTool,
-    HttpTools,
     ToolFailed,
     ToolRequest,
     ToolResult,
     ToolsFail,
     call_problem,
 )
+from tests.graders.servers import Reply, ScriptedServer, Time, serving
 
 ROW = {"messages": [], "city": "Oslo"}
 SHORT_S = 0.1  # the limit of an answer that never ends

@@ -15,6 +15,7 @@ from core.jobs.params import TOOLS_PARAM
 from core.tool_parsers import tool_parser_of, tools_problem
 from graders.build import NotConfigured
 from graders.endpoint import url_problem
+from graders.tools.kinds import ToolServices, ToolSet
 from worker.backends import open_backends
 from worker.heartbeat import HeartbeatTools
 from worker.model.policy import Policy
@@ -28,7 +29,6 @@ from worker.rollout.agent_episodes import Board
 from worker.rollout.agent_sampler import AgentLink, AgentRules, AgentSampler
 from worker.rollout.episode_server import listener, served, url_of
 from worker.rollout.episodes import EpisodeSampler
-from worker.rollout.tools import HttpTool, HttpTools
 from worker.sampling import Sampler, TurnSampler
 from worker.types import Rollout
 
@@ -51,15 +51,15 @@ def sampler_of_tools(plan: TrainingPlan, task: PromptTask, policy: Policy, sampl
     """
     assert task.episodes is not None, "the job has tools"
     assert task.tool_parser is not None, "its rows have tools"
-    endpoints = open_backends(plan.settings).endpoints
-    tools = [HttpTool.of(tool) for tool in plan.job.body["tools"]]
-    for number, tool in enumerate(tools):
-        if problem := url_problem(tool.server_url, endpoints, "Tools"):
+    backends = open_backends(plan.settings)
+    rows = plan.job.body["tools"]
+    for number, row in enumerate(rows):
+        if problem := url_problem(row["server_url"], backends.endpoints, "Tools"):
             raise NotConfigured(problem, f"{TOOLS_PARAM}[{number}].server_url", "invalid_value")
-    assert endpoints is not None, "or there was a problem"
+    tools = ToolSet.of(rows, ToolServices(backends.endpoints, backends.environments, plan.job.project_id))
     return EpisodeSampler(
         sampler,
-        HeartbeatTools(HttpTools(tools, endpoints), plan.beat),
+        HeartbeatTools(tools, plan.beat),
         CallReader.of(task.tool_parser, policy.tokenizer).parsed,
         TemplateSuffixes.of(policy.tokenizer, policy.stop_ids),
         task.episodes,

@@ -10,8 +10,8 @@ from typing import Any, get_args
 from core.jobs.hyperparameters import Resolved
 from core.statistics import differences, paired, sequential_low
 from core.step_metrics import StepMetrics
+from graders.tools.episode import NO_RESULT, NOT_EXECUTED, StopReason
 from graders.types import ErrorKind, Grade, TokenUsage, summed
-from worker.episode import NO_RESULT, NOT_EXECUTED, StopReason
 from worker.gpu_ratio import GpuSplit
 from worker.history import Steps, first
 from worker.recording import answer_statistics, ledger, passes, shadow

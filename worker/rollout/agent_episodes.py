@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol
 from core.chat import token_usage
 from core.conversations import Message, Tools, continued, spelled
 from core.errors import EpisodeOver, EpisodeRefused
-from worker.episode import NO_RESULT, Episode, StopReason, ToolUse
+from graders.tools.episode import NO_RESULT, TRUNCATED, Episode, StopReason, ToolUse
 from worker.refusals import ChatTemplateFailed
-from worker.rollout.episodes import TRUNCATED, EpisodeLimits, ReadCalls, message_of, with_calls
+from worker.rollout.episodes import EpisodeLimits, ReadCalls, message_of, with_calls
 from worker.rollout.token_tree import Parent, TokenTree
 from worker.sampling import SampledTurns, Sampling
 from worker.types import NO_ANSWER, Node, Prompt, Rollout

@@ -6,9 +6,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from graders.tools.protocol import ToolsFail
 from worker.rollout.agent_episodes import Board, Game, Rendering
-from worker.rollout.episodes import EpisodeLimits, ReadCalls, trace_id
-from worker.rollout.tools import ToolsFail
+from worker.rollout.episodes import EpisodeLimits, ReadCalls, trace_of
 from worker.sampling import Answer, Sampling, TurnSampler
 from worker.types import Prompt, Rollout
 
@@ -68,7 +68,7 @@ class AgentSampler:
             async with link.serve(board):
                 places = {
                     asyncio.create_task(
-                        board.play(prompt, member, trace_id(rules.job, sampling.batch, prompt, member))
+                        board.play(prompt, member, trace_of(rules.job, sampling.batch, prompt, member))
                     ): (number, member)
                     for number, prompt in enumerate(prompts_P)
                     for member in range(sampling.group_size)

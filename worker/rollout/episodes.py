@@ -5,27 +5,19 @@ are episodes; what grades, learns and records does not know the difference. docs
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any, Protocol
 
-from worker.episode import NOT_EXECUTED, Episode, StopReason, ToolUse
-from worker.rollout.tools import ToolFailed, ToolRequest, ToolResult, Tools, ToolsFail, call_problem
+from graders.tools.episode import EPISODE_S, NOT_EXECUTED, TRUNCATED, Episode, StopReason, ToolUse, trace_id
+from graders.tools.protocol import ToolFailed, Tools, ToolsFail
+from graders.tools.turns import EpisodeTools, Message
 from worker.sampling import Answer, SampledTurns, Sampling, TurnSampler
 from worker.types import Call, Node, Prompt, Rollout
 
-TIMEOUT_S = 1800.0  # of an episode, from its first answer on
 # Tokens of the results of one turn, up to which memory is planned. Longer ones leave room for fewer turns.
 RESULT_TOKENS = 1024
-MAX_CALLS = 32  # of one answer, each of which may have a result of a megabyte
-TOO_MANY_CALLS = f"not executed: an answer may have at most {MAX_CALLS} calls"
-CALL_LEFT = "another call of the answer failed before this one had ended"
-# These stops ended an episode that was not finished.
-TRUNCATED = frozenset({"max_steps", "tokens", "context", "time"})
 
-Message = Mapping[str, Any]
 ReadCalls = Callable[[Rollout, Mapping[str, Any]], Rollout]
 """From an answer and its row to the answer with its calls: CallReader.parsed."""
 
@@ -57,7 +49,7 @@ class Suffixes(Protocol):
 class EpisodeLimits:
     calls: int  # of the policy
     context: int  # tokens of the prompt and all that follows, with the longest next answer
-    seconds: float = TIMEOUT_S
+    seconds: float = EPISODE_S
 
 
 def context_of(context: int, prompt: int, completion: int, calls: int) -> int:
@@ -71,14 +63,9 @@ def context_of(context: int, prompt: int, completion: int, calls: int) -> int:
     return min(context, prompt + calls * (completion + RESULT_TOKENS))
 
 
-def trace_id(job: str, batch: str, prompt: Prompt, member: int) -> str:
-    """The id of an episode for tools and graders, which is the same after a restart of the job.
-
-    Args:
-        batch: the step, and whether it is of training or validation.
-    """
-    key = f"{job}/{batch}/{prompt.line}/{prompt.repeat}/{member}"
-    return f"trace_{uuid.UUID(bytes=sha256(key.encode()).digest()[:16])}"
+def trace_of(job: str, batch: str, prompt: Prompt, member: int) -> str:
+    """The id of an answer to the prompt, as `trace_id`."""
+    return trace_id(job, batch, prompt.line, prompt.repeat, member)
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,7 @@ class Runner:
         Raises:
             ToolsFail: most of the newest calls of a tool failed.
         """
-        return await _Run(self, prompt, member, trace_id(self.job, self.sampling.batch, prompt, member)).run()
+        return await _Run(self, prompt, member, trace_of(self.job, self.sampling.batch, prompt, member)).run()
 
 
 class _Run:
@@ -110,6 +97,7 @@ class _Run:
     def __init__(self, runner: Runner, prompt: Prompt, member: int, trace: str) -> None:
         self.runner, self.prompt, self.member, self.trace = runner, prompt, member, trace
         self.functions: Sequence[Mapping[str, Any]] = prompt.item.get("tools") or ()
+        self.tools = EpisodeTools(runner.tools, self.functions, prompt.item, trace)
         self.ids: tuple[int, ...] = prompt.ids
         self.context: tuple[int, ...] = ()  # behind `ids`, before the next answer
         self.nodes: list[Node] = []
@@ -127,6 +115,8 @@ class _Run:
             stop = "time"
         except ToolFailed as failed:
             stop, problem = "discarded", str(failed)
+        finally:
+            await self.runner.tools.end(self.trace)
         episode = Episode(tuple(self.messages), tuple(self.uses), stop, self.trace, problem)
         rollout = Rollout.of_nodes(self.nodes, is_truncated=stop in TRUNCATED)
         return replace(rollout, episode=episode)
@@ -185,24 +175,14 @@ class _Run:
             ToolFailed: the episode is discarded. `uses` has the call that failed.
             ToolsFail: the job pauses, whatever other calls of the answer did.
         """
-        if not answer.tool_calls:
+        unreadable = ""
+        if not answer.tool_calls and answer.parsed is not None:
+            unreadable = answer.parsed.error
             self.messages[-1] = self._with_unreadable_call(answer)
         message = self.messages[-1]
-        calls: Sequence[Mapping[str, Any]] = message["tool_calls"]
-        running: list[asyncio.Task[ToolResult]] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for place, call in enumerate(calls):
-                    running.append(tasks.create_task(self._use_tool(answer, call, place)))
-        except BaseExceptionGroup as several:
-            self.uses += map(_use_of, calls, running)
-            errors = several.exceptions
-            raise next((one for one in errors if not isinstance(one, ToolFailed)), errors[0]) from None
-        self.uses += map(_use_of, calls, running)
-        results: list[Message] = [
-            {"role": "tool", "tool_call_id": call["id"], "content": task.result().output}
-            for call, task in zip(calls, running, strict=True)
-        ]
+        results = await self.tools.use(
+            message["tool_calls"], len(self.nodes) - 1, self.uses, unreadable=unreadable
+        )
         self.messages += results
         return message, results
 
@@ -211,36 +191,6 @@ class _Run:
         assert answer.parsed is not None, "or it has no error"
         [call] = replace(answer.parsed, calls=(Call("", ""),)).tool_calls("")
         return {**self.messages[-1], "tool_calls": [call]}
-
-    async def _use_tool(self, answer: Rollout, call: Mapping[str, Any], place: int) -> ToolResult:
-        if not answer.tool_calls and answer.parsed is not None:
-            return ToolResult.of_error(answer.parsed.error)
-        if place >= MAX_CALLS:
-            return ToolResult.of_error(TOO_MANY_CALLS)
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if problem := await call_problem(name, arguments, self.functions):
-            return ToolResult.of_error(problem)
-        key = f"{self.trace}/{len(self.nodes) - 1}/{place}/{name}/{arguments}"
-        return await self.runner.tools.call(
-            ToolRequest(
-                call["id"],
-                sha256(key.encode(errors="replace")).hexdigest()[:32],
-                name,
-                arguments,
-                self.trace,
-                self.prompt.item,
-            )
-        )
-
-
-def _use_of(call: Mapping[str, Any], task: asyncio.Task[ToolResult]) -> ToolUse:
-    """The use of a tool, whose task has ended."""
-    if task.cancelled():
-        return ToolUse(call, None, CALL_LEFT)
-    if (error := task.exception()) is not None:
-        return ToolUse(call, None, str(error))
-    result = task.result()
-    return ToolUse(call, result.output, result.error, result.seconds)
 
 
 def with_calls(answer: Rollout, *, takes_several: bool, seed: str) -> Rollout:

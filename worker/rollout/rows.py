@@ -6,7 +6,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.tables import File
-from core.jobs import methods
+from core.jobs import methods, tools
 from core.storage import datasets, files
 from core.storage.datasets import Example
 from core.storage.offline_rows import FORMS
@@ -21,19 +21,20 @@ class Rows:
 
 
 def read_rows(attempt: Attempt) -> Rows:
-    """Read the files of the job. Only one that learns from its rows may have no validation file.
+    """Read the files of the job, with the functions that its tools bring along.
+
+    Only a job that learns from its rows may have no validation file.
 
     Raises:
         UserMistake: one of them was deleted or is damaged.
     """
     job = attempt.job
     form = FORMS.get(methods.variant(job.method, job.body), datasets.PROMPTS)
-    return Rows(
-        read_file(attempt, "training_file", job.training_file, form),
-        []
-        if job.validation_file is None
-        else read_file(attempt, "validation_file", job.validation_file, form),
-    )
+    train = read_file(attempt, "training_file", job.training_file, form)
+    valid = []
+    if job.validation_file is not None:
+        valid = read_file(attempt, "validation_file", job.validation_file, form)
+    return Rows(tools.with_functions(job.body, train), tools.with_functions(job.body, valid))
 
 
 def read_file(attempt: Attempt, param: str, file_id: str, form: datasets.RowForm) -> list[Example]:

@@ -23,7 +23,7 @@ from core.jobs.hyperparameters import Resolved
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM
-from core.jobs.tools import has_episodes, is_played_by_agent, names_of, tools_mismatch
+from core.jobs.tools import has_episodes, has_tools, is_played_by_agent, tools_mismatch, with_functions
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
@@ -233,6 +233,8 @@ def _checked(
             backends.check(spec)  # checked by the API, but this machine may be configured differently
         rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
         valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
+        _refuse_mismatch(job, rows, valid_rows)
+        rows, valid_rows = with_functions(job.body, rows), with_functions(job.body, valid_rows)
         _refuse_tools(settings, job, spec, rows, valid_rows)
         shadow = _checked_shadow(backends, job, rows, valid_rows, lease.progressed)
         if (problem := _does_not_fit(settings, job, len(rows), len(valid_rows))) is not None:
@@ -315,6 +317,14 @@ def _refuse_shadowed(spec: GraderSpec, valid_rows: Sequence[Example], progressed
             raise UserMistake("invalid_grader", message, SHADOW_PARAM)
 
 
+def _refuse_mismatch(job: Job, *files: Sequence[Example]) -> None:
+    """Raise UserMistake for functions of rows and tools of the job that do not go together."""
+    of_rows = ([(row.line, row.tools) for row in rows] for rows in files)
+    if (mismatch := tools_mismatch(job.body, *of_rows)) is not None:
+        param, problem = mismatch
+        raise UserMistake("invalid_value", problem, param)
+
+
 def _refuse_tools(
     settings: Settings,
     job: Job,
@@ -334,11 +344,7 @@ def _refuse_tools(
             raise UserMistake(
                 "invalid_value", f"Line {line} of the {param} has tools: {NO_FORMAT}", FORMAT_PARAM
             )
-    of_rows = ([(row.line, row.tools) for row in many] for _, many in files)
-    if (mismatch := tools_mismatch(job.body, *of_rows)) is not None:
-        param, problem = mismatch
-        raise UserMistake("invalid_value", problem, param)
-    if names_of(job.body):
+    if has_tools(job.body):
         _refuse_schemas(files)
     if spec is not None:
         _refuse_reads(job, spec, GRADER_PARAM, rows)

@@ -1,7 +1,9 @@
-"""An episode as tools, graders and rollouts see it. Its tokens are the nodes of its Rollout (worker/types.py)."""
+"""An episode as tools, graders and rollouts see it. The tokens of a job's episode are the nodes of its Rollout."""
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 # final: an answer without a call. max_steps: it called tools, and was the last one that `max_episode_steps` allows.
@@ -9,8 +11,24 @@ from typing import Any, Literal
 # discarded: a tool failed, or the user's agent.
 StopReason = Literal["final", "max_steps", "tokens", "context", "time", "discarded"]
 
+# These stops ended an episode that was not finished.
+TRUNCATED = frozenset({"max_steps", "tokens", "context", "time"})
+EPISODE_S = 1800.0  # of an episode, from its first answer on
 NOT_EXECUTED = "not executed: the episode has reached max_episode_steps"
 NO_RESULT = "the agent has sent no result"
+
+
+def trace_id(owner: str, batch: str, line: int, repeat: int, member: int) -> str:
+    """The id of an episode for tools and graders, which is the same after a restart of the job.
+
+    Args:
+        owner: the id of the job or the preview.
+        batch: the step, and whether it is of training or validation.
+        line: of the row, whose prompt is sampled for the `repeat`-th time.
+        member: of the group of answers.
+    """
+    key = f"{owner}/{batch}/{line}/{repeat}/{member}"
+    return f"trace_{uuid.UUID(bytes=sha256(key.encode()).digest()[:16])}"
 
 
 @dataclass(frozen=True)

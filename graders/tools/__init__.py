@@ -1,0 +1,1 @@
+"""Tools that an episode calls. `protocol` has what all kinds have in common, `kinds` has one line for each kind."""

@@ -1,0 +1,255 @@
+"""Requests to an MCP server over streamable HTTP, in the revisions 2026-07-28 and 2025-11-25 of the protocol.
+
+A server of 2026-07-28 has no sessions: each request has all that it needs in `_meta`. An older one has a session, which
+`open` begins and `close` ends. https://modelcontextprotocol.io/specification
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import httpx
+
+from core.masking import hide_in_error, mask_values, secrets_of
+from core.outbound.http import UrlNotAllowed
+from graders.calls import AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
+from graders.endpoint import Endpoints
+from graders.tools.protocol import MAX_BYTES, PATIENCE, PER_SECOND, TIMEOUT_S
+
+STATELESS = "2026-07-28"
+WITH_SESSIONS = ("2025-11-25", "2025-06-18", "2025-03-26")  # calls of tools are the same in these
+CLOSE_S = 10.0
+MAX_PAGES = 100
+CLIENT = {"name": "regraft", "version": "1"}
+META = "io.modelcontextprotocol/"
+
+
+class McpRefused(Exception):
+    """The server has refused a request; the message may be shown to the model."""
+
+
+class McpTooLong(McpRefused):
+    """The answer has more bytes than are read."""
+
+
+class McpGone(Exception):
+    """The server gave no answer to a request, or none that can be read."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """A server, as a job's body has it."""
+
+    label: str
+    url: str = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "McpServer":
+        return cls(row["server_label"], row["server_url"], row.get("headers") or {})
+
+    @property
+    def values(self) -> list[str]:
+        """Every value that only the user may see. A reason for an error is without them."""
+        return [*self.headers.values(), *secrets_of(self.url)]
+
+
+@dataclass(frozen=True)
+class McpSession:
+    """What requests to a server have in common: the revision, and the id of the session of an older one."""
+
+    revision: str
+    id: str | None = None
+
+    @property
+    def is_stateless(self) -> bool:
+        return self.revision == STATELESS
+
+    def headers(self, method: str, name: str | None) -> dict[str, str]:
+        sent = {"mcp-protocol-version": self.revision}
+        if self.is_stateless:
+            sent["mcp-method"] = method
+            if name is not None:
+                sent["mcp-name"] = name
+        elif self.id is not None:
+            sent["mcp-session-id"] = self.id
+        return sent
+
+    def meta(self, trace_id: str) -> dict[str, Any]:
+        """`_meta` of a request. `trace_id`: of the episode; "": there is none."""
+        own: dict[str, Any] = {"trace_id": trace_id} if trace_id else {}
+        if not self.is_stateless:
+            return own
+        return own | {
+            f"{META}protocolVersion": self.revision,
+            f"{META}clientInfo": CLIENT,
+            f"{META}clientCapabilities": {},
+        }
+
+
+class McpWire:
+    """Sends requests to one server."""
+
+    def __init__(
+        self,
+        server: McpServer,
+        endpoints: Endpoints,
+        *,
+        patience: CallRetryPolicy = PATIENCE,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`endpoints`: the hosts that the operator allows, and the HTTP client that checks their addresses."""
+        self.server = server
+        self._endpoints, self._patience, self._timeout_s = endpoints, patience, timeout_s
+        self._pace = RateLimit(PER_SECOND, patience.sleep, clock)
+        self._numbers = count(1)
+        self._is_stateless: bool | None = None  # not known yet
+
+    async def open(self, trace_id: str = "") -> McpSession:
+        """Agree on a revision, and begin a session with a server that has sessions.
+
+        Raises:
+            McpGone, McpRefused: there is no session.
+        """
+        if self._is_stateless is None:
+            self._is_stateless = await self._discover()
+        if self._is_stateless:
+            return McpSession(STATELESS)
+        asked = {"protocolVersion": WITH_SESSIONS[0], "capabilities": {}, "clientInfo": CLIENT}
+        reply = await self._post(self._request("initialize", asked), {})
+        agreed = self._result(reply).get("protocolVersion")
+        if agreed not in WITH_SESSIONS:
+            raise McpGone(f"it speaks the revision {str(agreed)[:64]!r} of MCP, which is not supported")
+        session = McpSession(str(agreed), reply.headers.get("mcp-session-id"))
+        told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        await self._post(told, session.headers("notifications/initialized", None))
+        return session
+
+    async def close(self, session: McpSession) -> None:
+        """End a session. It is a courtesy to the server, so a failure raises nothing."""
+        if session.id is None:
+            return
+        headers = {**self.server.headers, **session.headers("", None)}
+        with suppress(httpx.HTTPError, httpx.InvalidURL, UrlNotAllowed, UnicodeError):
+            async with self._endpoints.connect() as client:
+                await client.delete(self.server.url, headers=headers, timeout=CLOSE_S)
+
+    async def tools(self, session: McpSession, trace_id: str = "") -> list[dict[str, Any]]:
+        """All tools of the server, as it lists them. Raises McpGone and McpRefused."""
+        found: list[dict[str, Any]] = []
+        cursor: dict[str, Any] = {}
+        for _ in range(MAX_PAGES):
+            page = await self.request(session, "tools/list", cursor, trace_id)
+            tools = page.get("tools")
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise McpGone("its list of tools is not one")
+            found += tools
+            if not isinstance(page.get("nextCursor"), str):
+                return found
+            cursor = {"cursor": page["nextCursor"]}
+        raise McpGone(f"its list of tools has more than {MAX_PAGES} pages")
+
+    async def request(
+        self,
+        session: McpSession,
+        method: str,
+        params: Mapping[str, Any],
+        trace_id: str = "",
+        *,
+        key: str = "",
+    ) -> dict[str, Any]:
+        """The result of a request.
+
+        Args:
+            key: the `Idempotency-Key` of a call, which may be repeated.
+
+        Raises:
+            McpRefused: the server answers with an error.
+            McpTooLong: the answer is longer than MAX_BYTES.
+            McpGone: it does not answer.
+        """
+        sent = self._request(method, {**params, "_meta": session.meta(trace_id)})
+        headers = session.headers(method, params.get("name"))
+        if key:
+            headers["idempotency-key"] = key
+        reply = await self._post(sent, headers)
+        if reply.status == 404 and session.id is not None:
+            raise McpGone("it has ended the session")
+        return self._result(reply)
+
+    async def _discover(self) -> bool:
+        """Whether the server speaks 2026-07-28. Older ones refuse the request, each in its way."""
+        session = McpSession(STATELESS)
+        try:
+            found = await self.request(session, "server/discover", {})
+        except McpRefused:
+            return False
+        versions = found.get("supportedVersions")
+        return isinstance(versions, list) and STATELESS in versions
+
+    def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {"jsonrpc": "2.0", "id": next(self._numbers), "method": method, "params": dict(params)}
+
+    async def _post(self, message: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
+        """Raises McpGone: there was no answer. McpTooLong: a longer one than is read."""
+        sent = {**self.server.headers, **headers, "accept": "application/json, text/event-stream"}
+        try:
+            async with self._endpoints.connect() as client:
+                return await post(
+                    client,
+                    self.server.url,
+                    json.dumps(message).encode(),
+                    sent,
+                    patience=self._patience,
+                    pace=self._pace,
+                    timeout_s=self._timeout_s,
+                    max_bytes=MAX_BYTES,
+                )
+        except AnswerTooLong as long:
+            raise McpTooLong(str(long)) from None
+        except NoAnswer as silence:
+            raise McpGone(
+                f"no answer: {mask_values(hide_in_error(str(silence)), self.server.values)}"
+            ) from None
+
+    def _result(self, reply: Reply) -> dict[str, Any]:
+        message = _message(reply.text)
+        if message is not None and isinstance(error := message.get("error"), dict):
+            raise McpRefused(self._quoted(str(error.get("message"))))
+        if not reply.ok and 400 <= reply.status < 500:
+            raise McpRefused(f"HTTP {reply.status}: {self._quoted(reply.text)}")
+        if not reply.ok:
+            raise McpGone(f"HTTP {reply.status}: {self._quoted(reply.text)}")
+        result = None if message is None else message.get("result")
+        if not isinstance(result, dict):
+            raise McpGone(f"the answer is no response of JSON-RPC: {self._quoted(reply.text)}")
+        return result
+
+    def _quoted(self, text: str) -> str:
+        return quoted_reply(text, *self.server.values)
+
+
+def _message(text: str) -> dict[str, Any] | None:
+    """The response of JSON-RPC in a body, which is JSON or a stream of events; None: there is none."""
+    for data in [text, *_events(text)]:
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(message, dict) and ("result" in message or "error" in message):
+            return message
+    return None
+
+
+def _events(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    blocks = text.replace("\r\n", "\n").split("\n\n")
+    return [
+        "\n".join(line[5:].removeprefix(" ") for line in block.split("\n") if line.startswith("data:"))
+        for block in blocks
+    ]
