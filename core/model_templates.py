@@ -1,37 +1,28 @@
-"""Read the chat template of a base model from its files, and render it as transformers does, without transformers."""
+"""Read the chat template of a base model from its files, and ask whether it lets the model write thoughts."""
 
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from core import chat_templates
+from core import chat_templates, template_process
 from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
 from core.outages import outage
-from core.reasoning import QUESTION, Format, Render, find_format
 from core.registry import BaseModelEntry
+from core.template_process import CPU_SECONDS, MEMORY_BYTES
 
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
-CPU_SECONDS, MEMORY_BYTES = 5, 1 << 30  # of rendering a template
 
 
 def is_reasoning(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool:
@@ -153,7 +144,7 @@ def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool
         NotReady: the process was killed from outside. Not kept.
     """
     child = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", template_process.__name__],
         input=json.dumps([template, special_tokens]),
         capture_output=True,
         text=True,
@@ -173,96 +164,3 @@ def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool
         MEMORY_BYTES >> 20,
     )
     return False
-
-
-def main() -> None:
-    """Answer whether the template on stdin lets a model write thoughts: True or False."""
-    # The kernel sends SIGXCPU at the first limit and SIGKILL, as for other reasons, at the second.
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    template, special_tokens = json.load(sys.stdin)
-    sys.stdout.write(str(_found(template, dict(special_tokens))))
-
-
-def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
-    form = format_of(template, special_tokens)
-    return form is not None and not form.off
-
-
-def format_of(template: str, special_tokens: Mapping[str, str]) -> Format | None:
-    """Find the format of thoughts in a template; None: the model writes none, or the template fails.
-
-    Only for a process of limited time and memory.
-    """
-    try:
-        return find_format(renderer(template, special_tokens), template)
-    except (TemplateError, ValueError, TypeError):
-        return None  # as in worker/model/reasoning.py
-    except Exception as cause:  # a template is a program
-        log.warning(
-            "a chat template cannot be rendered, so its model counts as one without thoughts: %s", cause
-        )
-        return None
-
-
-def renderer(template: str, special_tokens: Mapping[str, str]) -> Render:
-    """Render conversations that begin with a question of ours."""
-    render_chat = chat_renderer(template, special_tokens)
-
-    def render(*messages: dict[str, str], prompt: bool = False, **arguments: Any) -> str:
-        return render_chat([{"role": "user", "content": QUESTION}, *messages], prompt=prompt, **arguments)
-
-    return render
-
-
-def chat_renderer(template: str, special_tokens: Mapping[str, str]) -> Callable[..., str]:
-    """Render messages with a template in Jinja's sandbox: `render(messages, tools, prompt=True)`.
-
-    Source: `_compile_jinja_template` of transformers/utils/chat_template_utils.py.
-    """
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    jinja.filters["tojson"] = _to_json
-    jinja.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
-    compiled = jinja.from_string(template)
-
-    def render(
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        prompt: bool = False,
-        **arguments: Any,
-    ) -> str:
-        return compiled.render(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=prompt,
-            **{**special_tokens, **arguments},
-        )
-
-    return render
-
-
-class _Generation(Extension):
-    """The tag around an assistant's tokens, which changes nothing of the text."""
-
-    tags = {"generation"}  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-if __name__ == "__main__":
-    main()

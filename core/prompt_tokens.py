@@ -1,6 +1,6 @@
 """Count the tokens of rendered conversations in a child process, without torch and transformers.
 
-A chat template is a program, so the process that renders it has limited time and memory (core/model_templates.py). The
+A chat template is a program, so the process that renders it has limited time and memory (core/template_process.py). The
 child reads its model from the first line on stdin, then a list of batches, and answers each with the counts.
 """
 
@@ -15,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from core.model_templates import TemplateFiles, chat_renderer, format_of
 from core.template_messages import messages_for
+from core.template_process import chat_renderer, format_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the child needs neither
+    from core.model_templates import TemplateFiles
     from core.special_tokens import SpecialTokens
 
 CPU_SECONDS = 120  # of all batches, over all threads
@@ -45,7 +46,7 @@ class TokenCounter:
         cpu_seconds: limit of the whole process.
     """
 
-    def __init__(self, files: TemplateFiles, *, cpu_seconds: int = CPU_SECONDS) -> None:
+    def __init__(self, files: "TemplateFiles", *, cpu_seconds: int = CPU_SECONDS) -> None:
         """Raises CannotCount if the model has no tokenizer.json."""
         if not (files.folder / FILE).is_file():
             raise CannotCount(f"the model has no {FILE} on this machine")

@@ -1,6 +1,8 @@
 """The chat template of a model as the API reads it: what it finds is what transformers renders."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ from core import chat_templates
 from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
-from core.model_templates import CHAT_TEMPLATE, files_of, is_reasoning, reasons, renderer
+from core.model_templates import CHAT_TEMPLATE, files_of, is_reasoning, reasons
 from core.registry import BaseModelEntry
+from core.template_process import renderer
 from tests.api.test_models import check_of
 from tests.present import present
 from tests.thinking import FAMILIES, HYBRID, OPENED, make_thinking_model, thinking_tokenizer
 from worker.model.reasoning import detect
 
+ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "reasoning_content": "Hm"}]
 OFF = OPENED.replace("{{ '<think>\\n' }}", "{{ '<think>\\n</think>\\n' }}")  # the prompt closes the thought
 DIALECT = (
@@ -197,3 +201,11 @@ def test_a_model_may_have_another_template_for_prompts_with_tools(
     assert (files.template, files.template_for_tools) == ("a", "b")
     plain = present(files_of(model, tmp_path, "plain"))
     assert plain.template_for_tools == plain.template
+
+
+def test_the_process_that_renders_a_template_imports_little() -> None:
+    """One is started for each question about a model's template."""
+    code = "import sys, core.prompt_tokens, core.template_process; print({'pydantic', 'sqlalchemy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "set()\n"

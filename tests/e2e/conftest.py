@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from core.settings import Settings
 from core.tenancy import keys, tenants
 from tests.servers import reserve_port
 from tests.tiny import make_tiny_model
+from worker.cli import main
 
 ROOT = Path(__file__).parents[2]
 # Between two looks at a job. Each costs the service and the client a part of the processor that the job runs on.
 POLL_SECONDS = 0.5
+
+Export = Callable[..., tuple[int, str]]
 
 
 @dataclass
@@ -113,6 +116,25 @@ def wait_until_ready(server: Server) -> None:
         except (urllib.error.URLError, ConnectionError):
             select.select([], [], [], 0.1)
     raise AssertionError((server.folder / "server.log").read_text()[-3000:])
+
+
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Export:
+    """`regraft-server export` on the stores of a service: its status and what it says of errors.
+
+    In this process, because another one would import torch anew.
+    """
+
+    def run(service: Server, job: str, folder: Path, *options: str) -> tuple[int, str]:
+        monkeypatch.setenv("REGRAFT_DATA_DIR", str(service.folder))
+        monkeypatch.setenv("REGRAFT_MODELS_FILE", str(service.folder / "models.toml"))
+        try:
+            status, why = main(["export", job, "-o", str(folder), *options]), ""
+        except SystemExit as ended:  # with a status, or with a text that Python prints
+            status, why = (ended.code, "") if isinstance(ended.code, int) else (1, str(ended.code))
+        return status, capsys.readouterr().err + why
+
+    return run
 
 
 @pytest.fixture(scope="session")

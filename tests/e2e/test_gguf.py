@@ -1,8 +1,5 @@
 """A tuned model is exported as GGUF, and llama.cpp answers as the service does."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from openai import OpenAI
 
 from tests import llama_cpp
 from tests.byte_level import PRE_TOKENIZERS, byte_level_tokenizer
-from tests.e2e.conftest import POLL_SECONDS, ROOT, Server, jsonl, patient, start_server
+from tests.e2e.conftest import POLL_SECONDS, Export, Server, jsonl, patient, start_server
 from tests.present import present
 from tests.tiny import make_tiny_model, save_llama
 
@@ -68,15 +65,6 @@ def trained(service: Server, model: str) -> str:
     return job.id
 
 
-def export(service: Server, job: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "REGRAFT_DATA_DIR": str(service.folder),
-        "REGRAFT_MODELS_FILE": str(service.folder / "models.toml"),
-    }
-    command = [sys.executable, "-m", "worker.cli", "export", job, "-o", str(folder), *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 def first_token(client: OpenAI, model: str, question: str) -> dict[str, float]:
     """The log-probabilities of the five most likely first tokens of an answer."""
     messages: Any = [{"role": "user", "content": question}]
@@ -87,13 +75,13 @@ def first_token(client: OpenAI, model: str, question: str) -> dict[str, float]:
     return {one.token: one.logprob for one in token.top_logprobs}
 
 
-def test_llama_cpp_answers_as_the_service_does(service: Server, tmp_path: Path) -> None:
+def test_llama_cpp_answers_as_the_service_does(service: Server, export: Export, tmp_path: Path) -> None:
     """Ten questions in the chat template of the file, with the adapter merged into the base."""
     job = trained(service, "tiny")
     client = service.client(timeout=120)
     model = present(client.fine_tuning.jobs.retrieve(job).fine_tuned_model)
-    done = export(service, job, tmp_path / "merged", "--format", "gguf")
-    assert done.returncode == 0, done.stderr
+    status, errors = export(service, job, tmp_path / "merged", "--format", "gguf")
+    assert status == 0, errors
     assert sorted(file.name for file in (tmp_path / "merged").iterdir()) == [
         *("Modelfile", "README.md", "chat_template.jinja", "model-f16.gguf", "reproduce.json")
     ]
@@ -115,22 +103,24 @@ def test_llama_cpp_answers_as_the_service_does(service: Server, tmp_path: Path) 
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_and_its_adapter_is_not(
-    service: Server, tmp_path: Path
+    service: Server, export: Export, tmp_path: Path
 ) -> None:
     job = trained(service, "judge")
 
-    refused = export(service, job, tmp_path / "merged", "--format", "gguf")
-    done = export(service, job, tmp_path / "adapter", "--format", "gguf-adapter")
+    refused, why = export(service, job, tmp_path / "merged", "--format", "gguf")
+    done, errors = export(service, job, tmp_path / "adapter", "--format", "gguf-adapter")
 
-    assert (refused.returncode, (tmp_path / "merged").exists()) == (1, False)
-    assert "it is a WordLevel, and only byte-level BPE is tested" in refused.stderr
-    assert done.returncode == 0, done.stderr
+    assert (refused, (tmp_path / "merged").exists()) == (1, False)
+    assert "it is a WordLevel, and only byte-level BPE is tested" in why
+    assert done == 0, errors
     assert (tmp_path / "adapter" / "adapter.gguf").exists()
     assert not (tmp_path / "adapter" / "Modelfile").exists()
 
 
-def test_the_type_of_weights_is_refused_with_a_format_that_has_none(service: Server, tmp_path: Path) -> None:
-    done = export(service, "ftjob-none", tmp_path / "out", "--weight-type", "q8_0")
+def test_the_type_of_weights_is_refused_with_a_format_that_has_none(
+    service: Server, export: Export, tmp_path: Path
+) -> None:
+    status, errors = export(service, "ftjob-none", tmp_path / "out", "--weight-type", "q8_0")
 
-    assert done.returncode == 2
-    assert "--weight-type is for --format gguf" in done.stderr
+    assert status == 2
+    assert "--weight-type is for --format gguf" in errors

@@ -24,7 +24,7 @@ from openai.types.chat.chat_completion import ChatCompletion
 from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from pydantic import BaseModel
 
-from tests.e2e.conftest import POLL_SECONDS, ROOT, Server, jsonl, patient, start_server
+from tests.e2e.conftest import POLL_SECONDS, Export, Server, jsonl, patient, start_server
 from tests.e2e.test_openai_client import until
 from tests.present import present, untyped
 from tests.servers import reserve_port
@@ -334,19 +334,17 @@ def taken_home(service: Server, checkpoint_id: str, folder: Path) -> Path:
 
 
 def test_a_job_is_exported_as_a_merged_model(
-    client: OpenAI, service: Server, job: FineTuningJob, tmp_path: Path
+    client: OpenAI,
+    service: Server,
+    job: FineTuningJob,
+    export: Export,
+    tmp_path: Path,
 ) -> None:
     """It is a plain model of transformers that answers as the adapter does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    environment = os.environ | {
-        "REGRAFT_DATA_DIR": str(service.folder),
-        "REGRAFT_MODELS_FILE": str(service.folder / "models.toml"),
-    }
-    command = [sys.executable, "-m", "worker.cli", "export", job.id, "-o", str(tmp_path / "out")]
-    command += ["--format", "merged"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    status, errors = export(service, job.id, tmp_path / "out", "--format", "merged")
+    assert status == 0, errors
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
