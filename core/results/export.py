@@ -253,7 +253,8 @@ def _highest_rank(blobs: BlobStore, files: Sequence[StoredFile]) -> int | None:
         raise NotFound("The config of the adapter is missing.", param="checkpoint_id") from None
     if not config["target_parameters"]:
         return None
-    return max([config["r"], *config["rank_pattern"].values()])
+    highest: int = max([config["r"], *config["rank_pattern"].values()])
+    return highest
 
 
 def _recipe(
