@@ -1,5 +1,6 @@
 """/v1/regraft/checkpoints: download a checkpoint."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -25,24 +26,26 @@ async def download_checkpoint(
     """Download the adapter in PEFT format, its tokenizer, a model card and reproduce.json, as an uncompressed tar.
 
     `Range` requests a part of it, and `If-Range` with the `etag` of an earlier answer the whole of an archive that
-    changed since, as its model card does with the name of the model.
+    changed since, as its model card does with the name of the model. Of the store, a part reads the files that it has
+    some bytes of.
     """
     asked = request.headers
 
-    def gather() -> tuple[export.TakeHome, ByteRange | None]:
+    def gather() -> tuple[export.TakeHome, ByteRange | None, Sequence[export.StoredFile]]:
         with service.database.read() as session:
             checkpoint = export.of_project(session, project.id, checkpoint_id)
         home = export.gather(service.database, service.blobs, service.registry, checkpoint)
         part = requested_part(
             asked.get("range"), home.tar_bytes, if_range=asked.get("if-range"), etag=f'"{home.sha256}"'
         )
-        export.check(home, service.blobs, checkpoint_id)
-        return home, part
+        files = home.files if part is None else home.files_in(part.start, part.end)
+        export.check(files, service.blobs, checkpoint_id)
+        return home, part, files
 
-    # It reads the whole checkpoint, and no project may take all threads with that.
-    home, part = await service.admission.file_reads.in_thread(project.id, gather)
+    # It reads whole files, and no project may take all threads with that.
+    home, part, files = await service.admission.file_reads.in_thread(project.id, gather)
     return ranged_response(
-        home.tar(service.blobs),
+        home.tar(service.blobs, files),
         part,
         size=home.tar_bytes,
         etag=f'"{home.sha256}"',

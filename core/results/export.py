@@ -28,7 +28,7 @@ from core.results.lineage import Parent
 from core.step_metrics import StepMetrics
 from core.storage import manifests
 from core.storage.manifests import Damaged
-from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+from core.storage.store import CHUNK_BYTES, BlobCorrupt, BlobNotFound, BlobStore
 
 FORMAT = 1
 # Excluded: only the trainer can use its state, the master weights, moments and the reference, which are larger than the
@@ -76,20 +76,37 @@ class TakeHome:
         texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in self.texts.items()]
         return _digest([self.folder, contents, texts])
 
-    def tar(self, blobs: BlobStore) -> Iterator[bytes]:
+    def files_in(self, start: int, end: int) -> list[StoredFile]:
+        """The stored files of whose contents the bytes from `start` to before `end` of the tar have some."""
+        found, at = [], 0
+        for file in self.files:
+            first = at + 512
+            if start < first + file.bytes and first < end:
+                found.append(file)
+            at = first + _rounded(file.bytes)
+        return found
+
+    def tar(self, blobs: BlobStore, files: Sequence[StoredFile]) -> Iterator[bytes]:
         """An uncompressed tar in chunks, never as a whole in memory.
+
+        Args:
+            files: those that are read; the others have zeros for their contents, for a part of the tar without them.
 
         Raises:
             BlobNotFound: immediately, if the first file is missing.
             BlobCorrupt: at the end of a file whose bytes do not match its hash.
         """
-        return self._tar(blobs, [blobs.open(file.key) for file in self.files[:1]])
+        return self._tar(blobs, files, [blobs.open(file.key) for file in files[:1]])
 
-    def _tar(self, blobs: BlobStore, opened: list[Iterator[bytes]]) -> Iterator[bytes]:
+    def _tar(
+        self, blobs: BlobStore, files: Sequence[StoredFile], opened: list[Iterator[bytes]]
+    ) -> Iterator[bytes]:
         for file in self.files:
-            chunks = opened.pop() if opened else blobs.open(file.key)
             yield self._header(file.name, file.bytes)
-            yield from verified(file, chunks)
+            if file in files:
+                yield from verified(file, opened.pop() if opened else blobs.open(file.key))
+            else:
+                yield from _zeros(file.bytes)
             yield bytes(_rounded(file.bytes) - file.bytes)
         for name, text in self.texts.items():
             yield self._header(name, len(text)) + text + bytes(_rounded(len(text)) - len(text))
@@ -109,13 +126,13 @@ class TakeHome:
             (folder / name).write_bytes(text)
 
 
-def check(home: TakeHome, blobs: BlobStore, checkpoint_id: str) -> None:
-    """Verify every stored file of a checkpoint before streaming: a response that has started can only be aborted.
+def check(files: Sequence[StoredFile], blobs: BlobStore, checkpoint_id: str) -> None:
+    """Verify stored files of a checkpoint before streaming: a response that has started can only be aborted.
 
     Raises:
         CheckpointDamaged: a file is missing or does not match its hash.
     """
-    for file in home.files:
+    for file in files:
         try:
             for _ in verified(file, blobs.open(file.key)):
                 pass
@@ -132,6 +149,13 @@ def verified(file: StoredFile, chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield chunk
     if digest.hexdigest() != file.sha256:
         raise BlobCorrupt(f"{file.key!r} does not have the sha256 it was stored with")
+
+
+def _zeros(size: int) -> Iterator[bytes]:
+    chunk = bytes(min(size, CHUNK_BYTES))
+    while size:
+        yield chunk[:size]
+        size -= min(size, CHUNK_BYTES)
 
 
 def _rounded(size: int) -> int:
@@ -229,7 +253,8 @@ def _highest_rank(blobs: BlobStore, files: Sequence[StoredFile]) -> int | None:
         raise NotFound("The config of the adapter is missing.", param="checkpoint_id") from None
     if not config["target_parameters"]:
         return None
-    return max([config["r"], *config["rank_pattern"].values()])
+    highest: int = max([config["r"], *config["rank_pattern"].values()])
+    return highest
 
 
 def _recipe(

@@ -226,8 +226,12 @@ def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
                 known["function"]["arguments"] += function.get("arguments") or ""
     if response is not None:
         return response
-    message = {"role": "assistant", "content": content, "reasoning_content": thought}
-    message |= {"tool_calls": [calls[at] for at in sorted(calls)]}
+    message = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": thought,
+        "tool_calls": [calls[at] for at in sorted(calls)],
+    }
     return {"choices": [{"message": message, "finish_reason": cause}], "usage": usage}
 
 

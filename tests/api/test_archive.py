@@ -57,6 +57,26 @@ def test_a_part_of_an_archive_can_be_downloaded(
     assert part.headers["content-range"].endswith(f"/{len(whole.content)}")
 
 
+@pytest.mark.parametrize(
+    ("asked", "missing"),
+    [("0-3583", "tokenizer.json"), ("4096-", "adapter_model.safetensors")],
+    ids=["the first file", "all behind it"],
+)
+def test_a_part_reads_no_file_that_it_has_nothing_of(
+    house: House, api: TestClient, url: str, asked: str, missing: str
+) -> None:
+    """A download that broke near its end does not read gigabytes again."""
+    whole = api.get(url)
+    house.blobs.delete(f"step-1/{missing}")
+
+    part = api.get(url, headers={"range": f"bytes={asked}", "if-range": whole.headers["etag"]})
+
+    first, _, last = asked.partition("-")
+    assert part.status_code == 206
+    assert part.content == whole.content[int(first) : int(last) + 1 if last else None]
+    assert api.get(url).status_code == 410
+
+
 def test_a_part_of_a_changed_archive_is_not_sent(
     house: House, api: TestClient, url: str, checkpoint: Checkpoint
 ) -> None:

@@ -44,3 +44,16 @@ def test_each_class_of_a_page_has_a_style() -> None:
         used = {name for value in re.findall(r'class="([^"{}]*)"', markup) for name in value.split()}
 
         assert used - classes(own) - classes(SHARED) == set()
+
+
+def test_numbers_and_money_are_written_by_one_function_each() -> None:
+    """`count`, `share` and `money` of console/src/lib/format.ts."""
+    own = [
+        found
+        for text in PARTS
+        for found in re.findall(
+            r"toLocaleString|\.toFixed\(1\)\} %|amount[^}]*\)\} \$?\{[\w.]*currency", text
+        )
+    ]
+
+    assert own == []

@@ -107,7 +107,7 @@ def _download(home: TakeHome, blobs: BlobStore, checkpoint_id: str, folder: Path
     """
     needed = sum(file.bytes for file in home.files)
     require_room(folder, OUTPUT, needed)
-    export.check(home, blobs, checkpoint_id)
+    export.check(home.files, blobs, checkpoint_id)
     with writing_to(folder, OUTPUT, needed):
         home.write(blobs, folder)
 

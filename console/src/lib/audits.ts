@@ -1,6 +1,6 @@
 /** Audits of graders: what is tried before a grader trains. docs/howto/grader-audits.md describes them. */
 
-import { percent } from "./format";
+import { count, percent } from "./format";
 import type { GraderAudit, GraderAuditReport } from "./types";
 
 type Verdict = NonNullable<GraderAudit["verdict"]>;
@@ -23,7 +23,7 @@ export function graderName(audit: GraderAudit): string {
 /** "2 of 400, 1 % (0 % to 2 %)". */
 export function rateText(rate: GraderAuditReport["false_positives"]): string {
   if (rate.share === null) return "none was graded";
-  return `${rate.wrong.toLocaleString("en-US")} of ${rate.answers.toLocaleString("en-US")}, ${percent(rate.share.expected)} (${percent(rate.share.low)} to ${percent(rate.share.high)})`;
+  return `${count(rate.wrong)} of ${count(rate.answers)}, ${percent(rate.share.expected)} (${percent(rate.share.low)} to ${percent(rate.share.high)})`;
 }
 
 export const kindText = (kind: string): string => kind.replaceAll("_", " ");

@@ -4,6 +4,21 @@ export function number(value: unknown, digits = 2): string {
   return typeof value === "number" && Number.isFinite(value) ? value.toFixed(digits) : "–";
 }
 
+/** A whole number, with commas between thousands. */
+export function count(value: number): string {
+  return value.toLocaleString("en-US");
+}
+
+/** A percentage that the service has rounded to one digit, so that those of a whole add up to 100. */
+export function share(percentage: number): string {
+  return `${percentage.toFixed(1)} %`;
+}
+
+/** An amount of money; empty without a price. Small ones need more digits. */
+export function money(cost: { amount: number; currency: string } | null | undefined): string {
+  return cost ? `${number(cost.amount, cost.amount < 1 ? 4 : 2)} ${cost.currency}` : "";
+}
+
 export function percent(value: unknown): string {
   return typeof value === "number" ? `${Math.round(100 * value)} %` : "–";
 }
