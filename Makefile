@@ -60,7 +60,7 @@ attacks: setup    ## Of the tests only API abuse, against a server with little m
 
 screenshots: setup    ## A picture of every page of the console, as its tests see it, in screenshots/
 	mkdir -p screenshots
-	REGRAFT_SCREENSHOTS=$(CURDIR)/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console -k "accessible or compared or regraded or deliveries or audit or webhooks"
+	REGRAFT_SCREENSHOTS=$(CURDIR)/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console -k "accessible or layout or compared or regraded or deliveries or audit or webhooks"
 
 check: setup site    ## Format, lint, English, types, the console, and the documentation site
 	$(BIN)/ruff format --check .

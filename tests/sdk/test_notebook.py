@@ -14,8 +14,8 @@ from tests.sdk.conftest import House
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror='alert(2)'>&amp;"
 ESCAPED = "&lt;script&gt;alert(1)&lt;/script&gt;&lt;img src=x onerror=&#x27;alert(2)&#x27;&gt;&amp;amp;"
-ANSWER = {"id": "r", "step": 1, "split": "valid", "line": 3, "score": 0.5, "advantage": -0.25}
-PAIR = {
+ANSWER: dict[str, Any] = {"id": "r", "step": 1, "split": "valid", "line": 3, "score": 0.5, "advantage": -0.25}
+PAIR: dict[str, Any] = {
     "compared": 4, "ungraded": 0, "first": 0.25, "second": 0.75, "difference": 0.5, "ci_low": 0.1, "ci_high": 0.9,
     "wins": 2, "losses": 0, "ties": 2,
 }  # fmt: skip
