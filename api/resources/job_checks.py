@@ -9,7 +9,7 @@ from api.http.schema_checks import refuse_unusable_schema
 from api.resources.graders import refuse
 from api.resources.integrations import to_rows
 from api.resources.job_body import MAX_MULTIPLIER, JobCreate, Method, Reinforcement
-from api.resources.job_tools import read_functions
+from api.resources.job_tools import refuse_unusable_tools
 from core.database.tables import GraderAudit, Preview, Project
 from core.errors import InvalidRequest, NotFound
 from core.jobs import distillation, estimates, full, methods, resources
@@ -100,7 +100,7 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
         await refuse(asked.shadow_grader, service, project, SHADOW_PARAM)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
-    await read_functions(asked.tools or (), service.backends.endpoints)
+    await refuse_unusable_tools(asked.tools or (), service.backends, project.id)
 
 
 def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit | None:

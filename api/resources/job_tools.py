@@ -1,5 +1,6 @@
 """`tools` and `environment` in `method.reinforcement` of a job, and the checks of jobs that have one of them."""
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -8,14 +9,18 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Priv
 
 from api.http.masks import refuse_masks
 from core.chat import ToolName
-from core.errors import InvalidParameter, InvalidRequest, UnsupportedValue
+from core.errors import InvalidParameter, InvalidRequest, NotReady, UnsupportedValue
 from core.jobs.params import TOOLS_PARAM
 from core.jobs.tools import MAX_STEPS
 from core.storage.message_rows import MAX_TOOLS, Problem, tool_problems
 from core.strict import StrictModel, only
+from graders.backends import Backends
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints, checked_headers, checked_url, url_problem
-from graders.spec import MAX_HEADERS
+from graders.environments.catalog import find
+from graders.sandbox.entries import CALL
+from graders.sandbox.pool import SandboxFailed, SandboxUnavailable, refusal, shared
+from graders.spec import MAX_HEADERS, Source
 from graders.template import quoted
 from graders.tools.mcp import functions_of
 from graders.tools.mcp_wire import McpGone, McpRefused, McpServer, McpWire
@@ -104,18 +109,40 @@ class AgentEnvironment(StrictModel):
     ] = 1800
 
 
+class PythonToolSpec(StrictModel):
+    """A tool whose source runs in the sandbox of python graders: `def call(arguments, item, state)`."""
+
+    type: Literal["python"]
+    name: ToolName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], Field(description="The JSON schema of the arguments.")]
+    source: Source
+
+    def to_row(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_none=True)
+
+
 def _kind(tool: Any) -> str:
     """The kind of a tool in a request. Azure's have no type."""
     kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    return kind if kind in KINDS else "http"
+
+
+def _known(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
     if isinstance(kind, str) and kind not in KINDS:
         known = ", ".join(map(repr, KINDS))
         raise UnsupportedValue(f"tools of type {quoted(kind)} are not supported. Supported: {known}")
-    return kind if isinstance(kind, str) else "http"
+    return tool
 
 
-KINDS = ("mcp",)
+KINDS = ("mcp", "python")
 ToolSpec = Annotated[
-    Annotated[HttpToolSpec, Tag("http")] | Annotated[McpToolSpec, Tag("mcp")], Discriminator(_kind)
+    Annotated[HttpToolSpec, Tag("http")]
+    | Annotated[McpToolSpec, Tag("mcp")]
+    | Annotated[PythonToolSpec, Tag("python")],
+    Discriminator(_kind),
+    BeforeValidator(_known),
 ]
 
 
@@ -146,34 +173,48 @@ JobTools = Annotated[
 EpisodeSteps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="Calls of the policy in an episode.")]
 
 
-def refuse_unusable_tools(tools: Sequence[ToolSpec], endpoints: Endpoints | None) -> None:
-    """Raise InvalidRequest for a tool whose server this installation does not call, or with the mask of a secret."""
+async def refuse_unusable_tools(tools: Sequence[ToolSpec], backends: Backends, owner: str) -> None:
+    """Check the tools of a job against this installation, and read the functions of MCP servers into them.
+
+    Args:
+        owner: the project, whose processes compile the sources of python tools.
+
+    Raises:
+        InvalidRequest: a tool has the mask of a secret or a server that is not called here, a source does not
+            compile, or a server cannot be called or has functions that a model cannot have.
+    """
+    taken = {tool.name for tool in tools if not isinstance(tool, McpToolSpec)}
     for number, tool in enumerate(tools):
         param = f"{TOOLS_PARAM}[{number}]"
         refuse_masks(tool.to_row(), param)
-        if problem := url_problem(tool.server_url, endpoints, "Tools"):
+        if isinstance(tool, PythonToolSpec):
+            await _refuse_source(tool, param, backends, owner)
+            continue
+        if problem := url_problem(tool.server_url, backends.endpoints, "Tools"):
             raise InvalidRequest(problem, param=f"{param}.server_url")
-
-
-async def read_functions(tools: Sequence[ToolSpec], endpoints: Endpoints | None) -> None:
-    """Read the functions of MCP servers into `functions` of their tools.
-
-    Raises:
-        InvalidRequest: a server cannot be called, or has functions that a model cannot have.
-    """
-    refuse_unusable_tools(tools, endpoints)
-    assert endpoints is not None or not tools, "or there was a problem"
-    taken = {tool.name for tool in tools if isinstance(tool, HttpToolSpec)}
-    for number, tool in enumerate(tools):
         if isinstance(tool, McpToolSpec):
-            assert endpoints is not None
-            param = f"{TOOLS_PARAM}[{number}]"
-            functions = await _functions(tool, param, endpoints)
+            assert backends.endpoints is not None, "or there was a problem"
+            functions = await _functions(tool, param, backends.endpoints)
             tool.has_functions(functions)
             for name in (function["function"]["name"] for function in functions):
                 if name in taken:
                     raise InvalidRequest(_repeated(name), param=param, code="invalid_value")
                 taken.add(name)
+
+
+async def _refuse_source(tool: PythonToolSpec, param: str, backends: Backends, owner: str) -> None:
+    """Raise InvalidRequest for a python tool that this installation cannot run."""
+    if unsafe := await asyncio.to_thread(refusal):
+        message = f"This server cannot run python tools safely: {unsafe}"
+        raise InvalidRequest(message, param=f"{param}.type")
+    environment = find(backends.environments)
+    try:
+        error = await asyncio.wrap_future(shared().compile_error(tool.source, environment, owner, CALL))
+    except (SandboxUnavailable, SandboxFailed) as cause:
+        raise NotReady(f"The source of the tool '{tool.name}' could not be checked: {cause}") from None
+    if error:
+        message = f"Invalid value for '{param}.source': {error}."
+        raise InvalidRequest(message, param=f"{param}.source", code="invalid_value")
 
 
 async def _functions(tool: McpToolSpec, param: str, endpoints: Endpoints) -> list[dict[str, Any]]:

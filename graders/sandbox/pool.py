@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any, Literal, TypeVar
 
 from graders.environments.catalog import Environment, EnvironmentNotBuilt, bare, default_folder, find
 from graders.sandbox import cgroup, folders, scratch, sizes, users
+from graders.sandbox.entries import CALL, GRADE, SandboxEntry
 from graders.sandbox.lockdown import NOBODY
 from graders.sandbox.turns import Turns
 from graders.types import StepScore, is_score, steps_of
@@ -52,7 +53,7 @@ INSECURE = "REGRAFT_PYTHON_GRADERS"
 
 _BOOT_S, _GRACE_S = 60.0, 5.0
 _FORKS = 5000
-_MAX_ANSWER = 1 << 20
+_MAX_ANSWER = 1 << 20  # without the result
 
 _MAX_KNOWN = 1024
 IDLE_S = 600.0
@@ -106,6 +107,16 @@ class GradeOutcome:
     steps: tuple[StepScore, ...] = ()
 
 
+@dataclass(frozen=True)
+class CallOutcome:
+    """The outcome of one call of a tool. Unless `kind` is "ok", `reason` says why there is no output."""
+
+    kind: Kind
+    output: str = ""
+    state: str = "null"  # JSON; the tool may have forged it, so only the sandbox parses it
+    reason: str = ""
+
+
 class ZygoteProcess:
     """A process that runs the grades of one source. Not thread-safe, except for `kill`."""
 
@@ -118,16 +129,18 @@ class ZygoteProcess:
         without: Iterable[str] = (),
         folder: str | None = None,
         user: int = NOBODY,
+        entry: SandboxEntry = GRADE,
     ) -> None:
         """Start the process.
 
         Args:
+            entry: The function of the source that is called.
             folder: Parent of the scratch folder.
             user: User id of the process, if the service runs as root.
         """
         if sys.platform != "linux":
             raise SandboxUnavailable("Python graders need Linux: seccomp and Landlock are missing here.")
-        self.limits, self.insecure, self.user = limits, insecure, user
+        self.limits, self.insecure, self.user, self.entry = limits, insecure, user, entry
         self.served, self.retired = 0, False
         self.layers: dict[str, str] = {}
         self._compile_error: str | None = None
@@ -138,6 +151,7 @@ class ZygoteProcess:
         visible = visible_to(environment)
         self._config = {
             "source": source,
+            "entry": entry.name,
             "parent": os.getpid(),
             "readable": visible.readable,
             "listed": visible.listed,
@@ -190,14 +204,33 @@ class ZygoteProcess:
         """Run the source once. Raises SandboxFailed, after which this zygote cannot be used."""
         if error := self.compile():
             return GradeOutcome("user_error", reason=error)
-        answer = self._ask({"sample": sample, "item": item}, self.limits.wall_s + _GRACE_S)
+        length = len(sample.get("output_text", ""))
+        return self._run(
+            {"sample": sample, "item": item}, partial(_outcome, limits=self.limits, length=length)
+        )
+
+    def call(self, arguments: str, item: Mapping[str, Any], state: str) -> CallOutcome:
+        """Call the tool once. Raises SandboxFailed, after which this zygote cannot be used.
+
+        Args:
+            arguments: A JSON object.
+            state: JSON.
+        """
+        if error := self.compile():
+            return CallOutcome("user_error", reason=error)
+        frame = {"arguments": arguments, "item": item, "state": state}
+        return self._run(frame, partial(_call_outcome, limits=self.limits))
+
+    def _run(self, frame: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
+        """Run the source once. `read` reads the zygote's answer."""
+        answer = self._ask(frame, self.limits.wall_s + _GRACE_S)
         self.served += 1
         self.retired = self.retired or bool(answer.get("retire")) or self.served >= _FORKS
         if "failed" in answer:
             self.close()
             raise SandboxFailed(str(answer["failed"]))
         try:
-            return _outcome(answer, self.limits, len(sample.get("output_text", "")))
+            return read(answer)
         except (KeyError, TypeError, ValueError) as cause:
             self.close()
             raise SandboxFailed(f"the sandbox gave no sensible answer: {cause!r}") from cause
@@ -242,7 +275,8 @@ class ZygoteProcess:
         deadline = time.monotonic() + wait_s
         try:
             size = unpack("!I", self._receive(4, deadline))[0]
-            if size > _MAX_ANSWER:
+            # A result is a text in JSON, which writes one of its characters as up to six bytes.
+            if size > _MAX_ANSWER + 6 * self.entry.result_bytes:
                 raise SandboxFailed("the sandbox answered with too much")
             answer = json.loads(self._receive(size, deadline))
             if not isinstance(answer, dict):
@@ -284,9 +318,15 @@ class PoolCall(Future[T]):
     """The future result of a call to a process of the pool. Cancelling a running call kills its process."""
 
     def __init__(
-        self, source: str, environment: Environment | None, owner: str, work: Callable[[ZygoteProcess], T]
+        self,
+        source: str,
+        environment: Environment | None,
+        owner: str,
+        work: Callable[[ZygoteProcess], T],
+        entry: SandboxEntry = GRADE,
     ) -> None:
         super().__init__()
+        self.entry = entry
         self.source, self.environment, self.owner, self.work = source, environment, owner, work
         self.began: Future[None] = Future()  # has its result once the call runs
         self.began.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -400,19 +440,39 @@ class Pool:
             return call
         return self._submit(call)
 
+    def call(
+        self,
+        source: str,
+        arguments: str,
+        item: Mapping[str, Any],
+        state: str,
+        environment: Environment | None = None,
+        owner: str = "",
+    ) -> PoolCall[CallOutcome]:
+        """Queue a call of a tool, as `submit` queues a grade."""
+
+        def work(zygote: ZygoteProcess) -> CallOutcome:
+            return zygote.call(arguments, item, state)
+
+        return self._submit(PoolCall(source, environment, owner, work, CALL))
+
     def compile_error(
-        self, source: str, environment: Environment | None = None, owner: str = ""
+        self,
+        source: str,
+        environment: Environment | None = None,
+        owner: str = "",
+        entry: SandboxEntry = GRADE,
     ) -> Future[str]:
         """Queue a compilation and return a future of the error, or of "" if the source is valid.
 
         The future raises the same exceptions as that of `submit`, and can be cancelled in the same way.
         """
-        known = self._known_error(_key(source, environment, owner))
+        known = self._known_error(_key(source, environment, owner, entry))
         if known is not None:
             answer: Future[str] = Future()
             answer.set_result(known)
             return answer
-        return self._submit(PoolCall(source, environment, owner, ZygoteProcess.compile))
+        return self._submit(PoolCall(source, environment, owner, ZygoteProcess.compile, entry))
 
     def _known_error(self, key: str) -> str | None:
         with self._lock:
@@ -521,8 +581,8 @@ class Pool:
                 environment = find(default_folder())
             except EnvironmentNotBuilt as cause:
                 raise SandboxUnavailable(str(cause)) from cause
-        key = _key(call.source, call.environment, call.owner)
-        zygote = self._take(key) or self._start(call.source, environment)
+        key = _key(call.source, call.environment, call.owner, call.entry)
+        zygote = self._take(key) or self._start(call.source, environment, call.entry)
         try:
             with call.uses(zygote):
                 self._note(key, zygote.compile())
@@ -576,8 +636,8 @@ class Pool:
             timer.start()
             self._timer = timer
 
-    def _start(self, source: str, environment: Environment) -> ZygoteProcess:
-        zygote = self._launched(source, environment, self.insecure)
+    def _start(self, source: str, environment: Environment, entry: SandboxEntry) -> ZygoteProcess:
+        zygote = self._launched(source, environment, self.insecure, entry)
         with self._lock:
             if not self._closed:
                 self._all.add(zygote)
@@ -585,7 +645,9 @@ class Pool:
         zygote.close()
         raise SandboxFailed("the pool is closed")
 
-    def _launched(self, source: str, environment: Environment, insecure: bool) -> ZygoteProcess:
+    def _launched(
+        self, source: str, environment: Environment, insecure: bool, entry: SandboxEntry = GRADE
+    ) -> ZygoteProcess:
         with self._lock:
             try:
                 self._folder = self._folder or folders.Folder.claim()
@@ -597,7 +659,7 @@ class Pool:
             candidates = itertools.islice(self._users, len(taken) + 1)
             user = next((user for user in candidates if user not in taken), NOBODY)
         return ZygoteProcess(
-            source, self.limits, environment, insecure, self.without, self._folder.path, user
+            source, self.limits, environment, insecure, self.without, self._folder.path, user, entry
         )
 
     def _probe(self) -> dict[str, str]:
@@ -609,8 +671,8 @@ class Pool:
         return zygote.layers
 
 
-def _key(source: str, environment: Environment | None, owner: str) -> str:
-    return hashlib.sha256(json.dumps([owner, str(environment), source]).encode()).hexdigest()
+def _key(source: str, environment: Environment | None, owner: str, entry: SandboxEntry = GRADE) -> str:
+    return hashlib.sha256(json.dumps([owner, str(environment), source, entry.name]).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -720,29 +782,51 @@ def missing_layers(layers: Mapping[str, str]) -> list[str]:
 
 
 def _outcome(answer: Mapping[str, Any], limits: SandboxLimits, length: int) -> GradeOutcome:
-    status, output = answer["status"], str(answer["output"])
-    match status:
+    output = str(answer["output"])
+    if (stopped := _stopped(answer, limits, "grade")) is not None:
+        return GradeOutcome(stopped[0], reason=stopped[1], output=output)
+    return _result(answer["result"], output, length)
+
+
+def _call_outcome(answer: Mapping[str, Any], limits: SandboxLimits) -> CallOutcome:
+    if (stopped := _stopped(answer, limits, "output")) is not None:
+        return CallOutcome(stopped[0], reason=stopped[1])
+    return _call_result(answer["result"])
+
+
+def _stopped(answer: Mapping[str, Any], limits: SandboxLimits, what: str) -> tuple[Kind, str] | None:
+    """The limit that stopped a process, and its reason; None: it has ended by itself. `what` it had to give."""
+    match answer["status"]:
         case "timeout":
-            return GradeOutcome("timeout", reason=f"no grade within {limits.wall_s:g} s", output=output)
+            return "timeout", f"no {what} within {limits.wall_s:g} s"
         case "output_limit":
-            return GradeOutcome("output_limit", reason="it wrote too much output", output=output)
+            return "output_limit", "it wrote too much output"
         case "scratch_limit":
             most = f"{limits.scratch_bytes >> 20} MiB in {scratch.MAX_ENTRIES} files"
-            return GradeOutcome("scratch_limit", reason=f"it wrote more than {most}", output=output)
+            return "scratch_limit", f"it wrote more than {most}"
         case "thread_limit":
-            reason = f"it started more than {limits.threads} threads"
-            return GradeOutcome("thread_limit", reason=reason, output=output)
+            return "thread_limit", f"it started more than {limits.threads} threads"
         case "cpu_limit":
-            return GradeOutcome("timeout", reason="it used too much processor time", output=output)
+            return "timeout", "it used too much processor time"
         case "memory":
-            return GradeOutcome(
-                "memory", reason="killed by the system, most likely for its memory", output=output
-            )
+            return "memory", "killed by the system, most likely for its memory"
         case "crash":
-            return GradeOutcome("crash", reason=_exit(int(answer["exit"])), output=output)
+            return "crash", _exit(int(answer["exit"]))
         case "ended":
-            return _result(answer["result"], output, length)
-    raise ValueError(f"unknown status {status!r}")
+            return None
+    raise ValueError(f"unknown status {answer['status']!r}")
+
+
+def _call_result(text: str) -> CallOutcome:
+    """Parse the result of a tool, which is as untrusted as that of a grader."""
+    match _parsed(text):
+        case None if not text:
+            return CallOutcome("crash", reason="it ended without an output")
+        case {"output": str(output), "state": str(state), **rest} if not rest:
+            return CallOutcome("ok", output, state)
+        case result if (failed := _failed(result)) is not None:
+            return CallOutcome(failed[0], reason=failed[1])
+    return CallOutcome("bad_result", reason="its result is not one that call() can give")
 
 
 def _result(text: str, output: str, length: int) -> GradeOutcome:
@@ -752,23 +836,34 @@ def _result(text: str, output: str, length: int) -> GradeOutcome:
     """
     if not text:
         return GradeOutcome("crash", reason="it ended without a grade", output=output)
-    try:
-        result = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        result = None
-    match result:
+    match _parsed(text):
         case {"score": float(score), **rest} if not rest and is_score(score):
             return GradeOutcome("ok", score, output=output)
         case {"score": float(score), "steps": raw, **rest} if not rest and is_score(score):
             with suppress(ValueError):
                 return GradeOutcome("ok", score, output=output, steps=steps_of(raw, length))
-        case {"error": "memory", **rest} if not rest:
-            return GradeOutcome("memory", reason="out of memory", output=output)
-        case {"error": "value", "text": str(why), **rest} if not rest:
-            return GradeOutcome("bad_result", reason=why, output=output)
-        case {"error": "user", "text": str(why), **rest} if not rest:
-            return GradeOutcome("user_error", reason=why, output=output)
+        case result if (failed := _failed(result)) is not None:
+            return GradeOutcome(failed[0], reason=failed[1], output=output)
     return GradeOutcome("bad_result", reason="its result is not one that grade() can give", output=output)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _failed(result: Any) -> tuple[Kind, str] | None:
+    """The error in a result; None: there is none."""
+    match result:
+        case {"error": "memory", **rest} if not rest:
+            return "memory", "out of memory"
+        case {"error": "value", "text": str(why), **rest} if not rest:
+            return "bad_result", why
+        case {"error": "user", "text": str(why), **rest} if not rest:
+            return "user_error", why
+    return None
 
 
 def _exit(code: int) -> str:

@@ -6,6 +6,8 @@ import ast
 import marshal
 from dataclasses import dataclass
 
+from graders.sandbox.entries import GRADE, SandboxEntry
+
 FILE = "grader.py"
 # Packages of an environment that the sandbox imports before the first grade if the source imports them.
 INSTALLED = frozenset(
@@ -26,17 +28,17 @@ class Compiled:
     modules: list[str]
 
 
-def compiled(source: str) -> Compiled:
-    """Compile the source and check the signature of its function `grade`.
+def compiled(source: str, entry: SandboxEntry = GRADE) -> Compiled:
+    """Compile the source and check the signature of the function that is called.
 
     Raises:
-        ValueError: The source is not a valid grader. The message names the line if it is known.
+        ValueError: The source is not valid. The message names the line if it is known.
     """
     try:
         tree = ast.parse(source)
         # Compiling finds errors that parsing does not, such as a `return` outside a function.
         code = compile(source, FILE, "exec", dont_inherit=True)
-        _check_signature(tree)
+        _check_signature(tree, entry)
         return Compiled(marshal.dumps(code), named_modules(tree))
     except SyntaxError as cause:
         raise ValueError(f"line {cause.lineno}: {cause.msg}") from cause
@@ -59,23 +61,28 @@ def _imported(node: ast.AST) -> list[str]:
     return []
 
 
-def _check_signature(tree: ast.Module) -> None:
+def _check_signature(tree: ast.Module, entry: SandboxEntry) -> None:
     functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    graders = [node for node in functions if node.name == "grade"]
-    if not graders:
-        raise ValueError("the source defines no function grade(sample, item) at its top level")
-    function = graders[-1]  # the last definition takes effect
+    entries = [node for node in functions if node.name == entry.name]
+    signature = f"{entry.name}({', '.join(entry.parameters)})"
+    if not entries:
+        raise ValueError(f"the source defines no function {signature} at its top level")
+    function = entries[-1]  # the last definition takes effect
     if isinstance(function, ast.AsyncFunctionDef):
-        raise ValueError(f"line {function.lineno}: grade must be a plain function, not async")
-    if not _takes_two(function.args):
+        raise ValueError(f"line {function.lineno}: {entry.name} must be a plain function, not async")
+    count = len(entry.parameters)
+    if not _takes(function.args, count):
         raise ValueError(
-            f"line {function.lineno}: grade must be callable as grade(sample, item): two positional parameters, "
-            "any further ones with defaults"
+            f"line {function.lineno}: {entry.name} must be callable as {signature}: {_WORDS[count]} positional "
+            "parameters, any further ones with defaults"
         )
 
 
-def _takes_two(has: ast.arguments) -> bool:
-    """Return whether a function with these parameters can be called with exactly two positional arguments."""
+_WORDS = {2: "two", 3: "three"}
+
+
+def _takes(has: ast.arguments, count: int) -> bool:
+    """Return whether a function with these parameters can be called with exactly `count` positional arguments."""
     positional = len(has.posonlyargs) + len(has.args)
-    enough = positional >= 2 or has.vararg is not None
-    return enough and positional - len(has.defaults) <= 2 and None not in has.kw_defaults
+    enough = positional >= count or has.vararg is not None
+    return enough and positional - len(has.defaults) <= count and None not in has.kw_defaults

@@ -2,12 +2,12 @@
 
 It exchanges frames on stdin and stdout: four bytes of length, then JSON. The first frame is the configuration:
 
-    {"source", "parent", "readable", "listed", "path", "modules", "variables", "scratch", "user", "insecure", "without",
-     and all of Limits}
+    {"source", "entry", "parent", "readable", "listed", "path", "modules", "variables", "scratch", "user", "insecure",
+     "without", and all of Limits}
         ->  {"layers"} or {"error"}
         ->  {"compile_error"}: "" if the source is a valid grader, else the process exits
         ->  {"ready"}
-    {"sample", "item"}
+    {"sample", "item"}, or for tools {"arguments", "item", "state"}
         ->  {"status", "exit", "result", "output", "retire"}, or {"failed"} and the process exits
 
 The fork reads the request of its grade itself, because the zygote's memory is readable by later forks.
@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graders.sandbox import lockdown, scratch, syscalls
+from graders.sandbox.entries import ENTRIES, GRADE
 from graders.sandbox.source import FILE, TOO_DEEP, compiled
 from graders.types import MAX_SCORE, MAX_STEPS, is_score, steps_of, too_large
 
@@ -47,7 +48,6 @@ SCRATCH = "/scratch"
 SCRATCH_S = 0.05  # interval between measurements of the scratch folder
 THREADS_S = 0.02  # interval between thread counts, if the kernel does not limit the threads of each grade
 COMPILE_S, COMPILE_MEMORY = 10, 512 << 20  # seconds of processor time, bytes of address space
-MAX_RESULT = 64 * 1024
 MAX_OUTPUT = 16 * 1024  # bytes of printed text that are kept
 MAX_REASON = 4096
 BEGUN = b"."
@@ -118,6 +118,7 @@ class Zygote:
 
     def __init__(self, config: dict[str, Any], pid_namespace: str) -> None:
         self.config = config
+        self.entry = ENTRIES[config["entry"]]
         self.layers = {"pid_namespace": pid_namespace}  # "" if the layer is active, else the reason
         self.scratch = config["scratch"]  # a folder of the host, unless one in memory replaces it
         self.in_memory = False
@@ -175,7 +176,7 @@ class Zygote:
             if self.filter:
                 lockdown.seccomp(self.filter)
             try:
-                done = compiled(self.config["source"])
+                done = compiled(self.config["source"], self.entry)
             except ValueError as cause:
                 write(3, json.dumps({"error": str(cause)[:MAX_REASON]}).encode())
             else:
@@ -244,7 +245,7 @@ class Zygote:
         with suppress(BaseException):
             sys.stdout.flush()
         with suppress(BaseException):
-            os.write(3, answer)
+            _write(3, answer)
         os._exit(0)
 
     def _hold(self, begun: int, result: int, output: int) -> None:
@@ -290,10 +291,12 @@ class Zygote:
         sys.stdout = sys.stderr = stream
         module = types.ModuleType("grader")
         sys.modules["grader"] = module
-        length = len(request["sample"].get("output_text", ""))  # before the grader can change it
+        # Before the grader can change it.
+        length = len(request["sample"].get("output_text", "")) if self.entry is GRADE else 0
+        given = [_argument(request, name) for name in self.entry.parameters]
         exec(self.code, module.__dict__)
-        value = module.__dict__["grade"](request["sample"], request["item"])
-        return _checked(value, length)
+        value = module.__dict__[self.entry.name](*given)
+        return _checked(value, length) if self.entry is GRADE else _checked_call(value)
 
     def _lock_down(self) -> None:
         """Apply the layers that every fork inherits, and record each. The pool decides whether they are sufficient."""
@@ -392,6 +395,7 @@ class Watch:
 
     def __init__(self, child: int, result: int, output: int, config: dict[str, Any]) -> None:
         self.child, self.output_limit = child, config["output"]
+        self.result_limit = ENTRIES[config["entry"]].result_bytes
         self.deadline = time.monotonic() + config["wall_s"]
         self.cpu_limit = _cpu_limit(config["wall_s"])
         self.buffers = {result: bytearray(), output: bytearray()}
@@ -445,7 +449,7 @@ class Watch:
                     return ""
                 if not self._drain(fd):
                     poll.unregister(fd)
-            if self.seen > self.output_limit or len(self.buffers[self.result]) > MAX_RESULT:
+            if self.seen > self.output_limit or len(self.buffers[self.result]) > self.result_limit:
                 return "output_limit"
             if self.threads is not None and threads_of(self.child) > self.threads:
                 return "thread_limit"
@@ -472,7 +476,7 @@ class Watch:
         data = os.read(fd, 65536)
         if fd == self.output:
             self.seen += len(data)
-        room = (MAX_RESULT + 1 if fd == self.result else MAX_OUTPUT) - len(self.buffers[fd])
+        room = (self.result_limit + 1 if fd == self.result else MAX_OUTPUT) - len(self.buffers[fd])
         self.buffers[fd] += data[: max(room, 0)]
         return bool(data) and self.seen <= 2 * self.output_limit
 
@@ -513,6 +517,25 @@ def _checked(value: Any, length: int) -> bytes:
     except ValueError as cause:
         return _error("value", f"grade() returned bad steps: {cause}")
     return _scored(value["score"], {"steps": [{"end": step.end, "score": step.score} for step in kept]})
+
+
+def _argument(request: dict[str, Any], name: str) -> Any:
+    """An argument of the function. The texts of a tool are parsed here, where parsing them can do no harm."""
+    value = request[name]
+    return json.loads(value) if name in ("arguments", "state") else value
+
+
+def _checked_call(value: Any) -> bytes:
+    """Encode the return value of call() as JSON, or an error if it is invalid. The state is a text of JSON in it."""
+    if type(value) is not tuple or len(value) != 2:
+        return _error("value", "call() must return a tuple: the output, and the state of the episode")
+    output, state = value
+    try:
+        text = output if type(output) is str else json.dumps(output, allow_nan=False)
+        kept = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as cause:
+        return _error("value", f"the output and the state of call() must be JSON: {cause}")
+    return json.dumps({"output": text, "state": kept}).encode()
 
 
 def _has_plain_keys(value: dict[Any, Any]) -> bool:

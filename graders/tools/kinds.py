@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from graders.endpoint import Endpoints
+from graders.environments.catalog import find
 from graders.tools.http import HttpTools
 from graders.tools.mcp import McpTools
 from graders.tools.protocol import ToolRequest, ToolResult, Tools
+from graders.tools.python import PythonTools
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ToolsOfOneKind(Tools, Protocol):
 
 KINDS: Mapping[str, Callable[[Sequence[Mapping[str, Any]], ToolServices], ToolsOfOneKind]] = {
     "http": lambda rows, services: HttpTools.of_rows(rows, services.endpoints),
+    "python": lambda rows, services: PythonTools(rows, find(services.environments), services.owner),
     "mcp": lambda rows, services: McpTools.of_rows(rows, services.endpoints),
 }
 """From `type` of a tool in a job to what executes such tools. One without a type is Azure's, of the kind http."""

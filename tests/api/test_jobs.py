@@ -509,7 +509,7 @@ REFUSED_INSIDE = {
         "tools[0].server_url",
         "invalid_value",
     ),
-    "a tool of another kind": ({"tools": [tool(type="bash")]}, "tools[0]", "unsupported_value"),
+    "a tool of another kind": ({"tools": [tool(type="bash")]}, "tools[0]", "unsupported_parameter"),
     "a type that is no text": ({"tools": [tool(type=7)]}, "tools[0].type", "unknown_parameter"),
     "two tools of one name": ({"tools": [tool(), tool()]}, "tools[1].name", "invalid_value"),
     "no steps": ({"tools": [tool()], "max_episode_steps": 0}, "max_episode_steps", "integer_below_min_value"),

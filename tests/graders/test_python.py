@@ -427,7 +427,7 @@ def test_a_machine_without_a_table_has_no_filter() -> None:
 
 @pytest.mark.parametrize(("used_s", "status"), [(11.5, "cpu_limit"), (1.0, "memory")])
 def test_why_the_kernel_ended_a_grade_shows_in_the_processor_time_it_used(used_s: float, status: str) -> None:
-    watch = Watch(0, 0, 0, {"output": 1, "wall_s": 5})
+    watch = Watch(0, 0, 0, {"output": 1, "wall_s": 5, "entry": "grade"})
 
     assert watch.why_killed(signal.SIGKILL, used_s) == status
 

@@ -15,6 +15,7 @@ from core.jobs.params import TOOLS_PARAM
 from core.tool_parsers import tool_parser_of, tools_problem
 from graders.build import NotConfigured
 from graders.endpoint import url_problem
+from graders.sandbox.pool import refusal
 from graders.tools.kinds import ToolServices, ToolSet
 from worker.backends import open_backends
 from worker.heartbeat import HeartbeatTools
@@ -54,8 +55,11 @@ def sampler_of_tools(plan: TrainingPlan, task: PromptTask, policy: Policy, sampl
     backends = open_backends(plan.settings)
     rows = plan.job.body["tools"]
     for number, row in enumerate(rows):
-        if problem := url_problem(row["server_url"], backends.endpoints, "Tools"):
+        url = row.get("server_url")
+        if url is not None and (problem := url_problem(url, backends.endpoints, "Tools")):
             raise NotConfigured(problem, f"{TOOLS_PARAM}[{number}].server_url", "invalid_value")
+        if url is None and (problem := refusal()):
+            raise NotConfigured(problem, f"{TOOLS_PARAM}[{number}].type", "invalid_value")
     tools = ToolSet.of(rows, ToolServices(backends.endpoints, backends.environments, plan.job.project_id))
     return EpisodeSampler(
         sampler,
