@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import http.server
+import random
 import socket
 import socketserver
 import threading
@@ -49,6 +50,10 @@ class S3Request:
         return "If-None-Match" in self.headers
 
     @property
+    def ends_upload(self) -> bool:
+        return self.method == "POST" and "uploadId" in self.query
+
+    @property
     def has_checksum(self) -> bool:
         return any(name.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum")) for name in self.headers)
 
@@ -60,6 +65,7 @@ class S3Answer:
     status: int
     code: str = ""
     when: Callable[[S3Request], bool] = lambda request: True
+    share: float = 1.0  # of the requests, by chance
 
     @property
     def body(self) -> bytes:
@@ -71,9 +77,16 @@ class S3Answer:
 S3_MODES = {
     "no conditional put (501)": S3Answer(501, "NotImplemented", lambda r: r.is_conditional),
     "no conditional put (400)": S3Answer(400, "InvalidArgument", lambda r: r.is_conditional),
+    "no conditional completion (501)": S3Answer(
+        501, "NotImplemented", lambda r: r.is_conditional and r.ends_upload
+    ),
+    "no conditional completion (400)": S3Answer(
+        400, "InvalidArgument", lambda r: r.is_conditional and r.ends_upload
+    ),
     "no checksums (400)": S3Answer(400, "InvalidArgument", lambda r: r.has_checksum),
     "no checksums (501)": S3Answer(501, "NotImplemented", lambda r: r.has_checksum),
     "overloaded": S3Answer(503, "SlowDown"),
+    "often overloaded": S3Answer(503, "SlowDown", share=0.3),
     "clock skew": S3Answer(403, "RequestTimeTooSkewed"),
     "expired credentials": S3Answer(403, "ExpiredToken"),
     "wrong region (301)": S3Answer(301, "PermanentRedirect"),
@@ -105,6 +118,7 @@ class S3Proxy:
 
     def __init__(self, port: int) -> None:
         self.mode = OK
+        self.chance = random.Random(1)  # the same in every run
         self.failed = 0  # requests that met the mode
         self._released = threading.Event()
 
@@ -148,7 +162,7 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
             if mode == SILENT:
                 self.proxy.wait_for_repair()
             self.close_connection = True
-        elif failure is not None and failure.when(request):
+        elif failure is not None and failure.when(request) and self.proxy.chance.random() < failure.share:
             self.proxy.failed += 1
             # The region is what Amazon's stores add to a redirect, and what clients look for.
             headers = {"Content-Type": "application/xml", "x-amz-bucket-region": "eu-west-1"}

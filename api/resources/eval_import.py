@@ -320,9 +320,16 @@ def _sent_fields(checked: _Exported) -> dict[str, Any]:
 
 
 def _config(sent: dict[str, Any]) -> dict[str, Any]:
-    """The config with the schema of its items, by which the rows of new runs are checked."""
+    """The config with the schema of a whole row, and of its items, by which the rows of new runs are checked.
+
+    The first marks an imported config: those of this service are stored without it.
+    """
     schema = sent.get("schema")
-    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        item = sent.get("item_schema")
+        properties = {"properties": {"item": item}} if isinstance(item, dict) else {}
+        return sent | {"schema": {"type": "object"} | properties}
+    properties = schema.get("properties")
     item = properties.get("item") if isinstance(properties, dict) else None
     return sent | {"item_schema": item} if isinstance(item, dict) else sent
 

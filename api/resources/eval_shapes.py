@@ -96,8 +96,8 @@ class EvalOut(BaseModel):
 
 
 def _is_imported(config: Mapping[str, Any]) -> bool:
-    """Whether an eval with this config comes from another service: its config has the schema of a whole row."""
-    return "schema" in config or "item_schema" not in config
+    """Whether an eval with this config comes from another service: an import stores the schema of a whole row."""
+    return "schema" in config
 
 
 def _criterion(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,9 +109,7 @@ def _criterion(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the schema of a whole row. An imported one has it already."""
     if _is_imported(stored):
-        shown = {"schema": {"type": "object"}} | hide_in_foreign(stored)
-        if "schema" in stored:
-            shown["schema"] = stored["schema"]  # its properties may have any name
+        shown = hide_in_foreign(stored) | {"schema": stored["schema"]}  # its properties may have any name
         return {name: value for name, value in shown.items() if name != "item_schema"}
     properties = {"item": stored["item_schema"]}
     if stored.get("include_sample_schema"):

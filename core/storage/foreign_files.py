@@ -38,6 +38,8 @@ CALLS = ("function_call", "tool_call")
 RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
 # Fields with the answer; `regraft convert` takes the first that a row has.
 ANSWERS = ("completion", "output", "response", "answer")
+# Fields with the prompt.
+_PROMPT_FIELDS = frozenset({"messages", "conversations", "input", "instruction", "prompt", "question"})
 # Columns of CSV files whose cells are JSON.
 JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 HEAD_BYTES = 64 << 10
@@ -54,6 +56,7 @@ class ForeignFormat:
     remedy: str
     targets: tuple[Target, ...] = _ANY  # what `regraft convert` makes of it
     lacks_answer: bool = False  # rows for other targets than rft need --map for it
+    lacks_prompt: bool = False  # rows for all targets need --map for it
 
     def sentence(self, rows_for: str | None = None) -> str:
         """Return one or two sentences for the user: the format, and the remedy.
@@ -68,7 +71,8 @@ class ForeignFormat:
             return f"{self.seen}; {what} can become rows for method {fits}, not for '{rows_for}'."
         if not self.targets:
             return f"{self.seen}; {self.remedy}."
-        named = " --map answer=FIELD" if self.lacks_answer and target != "rft" else ""
+        named = " --map prompt=FIELD" if self.lacks_prompt else ""
+        named += " --map answer=FIELD" if self.lacks_answer and target != "rft" else ""
         command = f"regraft convert FILE --to {target or '|'.join(self.targets)}{named}"
         return f"{self.seen}; {self.remedy}. `{command}` does that."
 
@@ -76,7 +80,7 @@ class ForeignFormat:
 _ONE_A_LINE = "write one object per line"
 _AS_MESSAGES = "write them as messages"
 
-EMPTY = ForeignFormat("the file is empty", _ONE_A_LINE, ())  # or has white space only
+EMPTY = ForeignFormat("the file is empty", _ONE_A_LINE, ())  # or has white space or [] only
 BLANK_START = ForeignFormat("the file starts with 64 KiB of white space", "remove it")
 GZIP, XZ, BZIP2, ZSTD = (
     ForeignFormat(f"the file is compressed with {name}", "uncompress it")
@@ -200,7 +204,9 @@ def container_of(head: bytes) -> ForeignFormat | None:
         return BINARY
     if _MARKUP.match(text):
         return MARKUP
-    if re.match(r"\[\s*(\{|\]\s*$)", text):
+    if re.fullmatch(r"\[\s*\]\s*", text):
+        return EMPTY
+    if re.match(r"\[\s*\{", text):
         return JSON_ARRAY
     if _is_pretty(text, is_cut=len(head) >= HEAD_BYTES):
         return PRETTY_JSON
@@ -219,7 +225,7 @@ def container_of(head: bytes) -> ForeignFormat | None:
 
 
 def for_rows_of(container: ForeignFormat, head: bytes) -> ForeignFormat:
-    """The format of a file with the targets of the rows that its start has, and whether these lack an answer.
+    """The format of a file with the targets of the rows that its start has, and whether these lack prompt or answer.
 
     Args:
         container: `container_of(head)`.
@@ -229,10 +235,15 @@ def for_rows_of(container: ForeignFormat, head: bytes) -> ForeignFormat:
 
 def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> ForeignFormat:
     """The format of what holds these rows."""
+    rows = [_with_known_names(row) for row in rows]
     if (inner := format_of_rows(rows)) is not None:
         return replace(container, targets=inner.targets, lacks_answer=inner.lacks_answer)
-    if not rows or not all(map(_is_of_a_method, rows)):
+    if not rows:
         return container
+    lacks_prompt = not any(map(_has_prompt, rows))
+    if not lacks_prompt and not all(map(_is_of_a_method, rows)):
+        return container
+    container = replace(container, lacks_prompt=lacks_prompt)
     if all(map(_has_pair, rows)):
         return container
     if all(map(_is_answered, rows)):
@@ -240,6 +251,16 @@ def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> Fore
     if all(len(row) > 1 for row in rows):
         return replace(container, targets=("rft", "sft"), lacks_answer=True)
     return replace(container, targets=("rft",))
+
+
+def _with_known_names(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with its known fields in lower case, as `regraft convert` reads them: Question is question."""
+    return {name.lower() if name.lower() in FIELDS else name: value for name, value in row.items()}
+
+
+def _has_prompt(row: Mapping[str, Any]) -> bool:
+    """Whether `regraft convert` finds a prompt in the row: in a field, or at the start of two answers."""
+    return not _PROMPT_FIELDS.isdisjoint(row) or {"chosen", "rejected"} <= row.keys()
 
 
 def first_rows(head: bytes) -> list[dict[str, Any]]:

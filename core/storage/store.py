@@ -412,8 +412,8 @@ class S3Blobs(BlobStore):
     retries failed requests, each part of an upload separately; it does not resume interrupted downloads, so this class
     does.
 
-    `if_absent` needs a store that supports If-None-Match, which is tested once. Without support an existing key is
-    still detected, but of two concurrent writers both may succeed.
+    `if_absent` needs a store that supports If-None-Match, which is tested once with a whole blob, and when an upload in
+    parts ends. Without support an existing key is still detected, but of two concurrent writers both may succeed.
     """
 
     def __init__(
@@ -596,10 +596,13 @@ class S3Blobs(BlobStore):
         """Headers that make a put fail if the key exists. Without support: raises BlobExists if it exists now."""
         if self._honours_conditions():
             return {"IfNoneMatch": "*"}
+        self._refuse_existing(key)
+        return {}
+
+    def _refuse_existing(self, key: str) -> None:
         with contextlib.suppress(BlobNotFound):
             self.size(key)
             raise BlobExists(key)
-        return {}
 
     def _honours_conditions(self) -> bool:
         with self._trying:
@@ -622,7 +625,7 @@ class S3Blobs(BlobStore):
         except self._client.exceptions.ClientError as error:
             if s3_code(error) in _TAKEN:
                 return True
-            if s3_code(error) in ("NotImplemented", "501", "InvalidArgument"):
+            if s3_code(error) in _NO_CONDITION:
                 return False
             raise
         finally:
@@ -712,9 +715,7 @@ class _S3Writer(BlobWriter):
             return info
         with self._named():
             self._send(bytes(self._buffer))
-            self._store._client.complete_multipart_upload(
-                **self._upload, MultipartUpload={"Parts": self._done}, **self._condition
-            )
+            self._complete(self._upload)
         self._upload = None
         return info
 
@@ -724,6 +725,17 @@ class _S3Writer(BlobWriter):
             # The original error matters more; the sweep and the bucket's lifecycle rule also remove the upload.
             with contextlib.suppress(Exception):
                 self._store._client.abort_multipart_upload(**upload)
+
+    def _complete(self, upload: dict[str, str]) -> None:
+        """Make the blob of the parts. A store may take conditions for whole blobs only; then look whether it exists."""
+        client, parts = self._store._client, {"Parts": self._done}
+        try:
+            client.complete_multipart_upload(**upload, MultipartUpload=parts, **self._condition)
+        except client.exceptions.ClientError as error:
+            if not self._condition or s3_code(error) not in _NO_CONDITION:
+                raise
+            self._store._refuse_existing(self._key)
+            client.complete_multipart_upload(**upload, MultipartUpload=parts)
 
     def _send(self, part: bytes) -> None:
         client = self._store._client
@@ -836,6 +848,7 @@ _NO_BULK_DELETE = {
     "MissingContentMD5",
     "NotImplemented",
 }
+_NO_CONDITION = ("NotImplemented", "501", "InvalidArgument")
 _TAKEN = ("PreconditionFailed", "412")  # the number if the response has no body
 _ENDED = (*_TAKEN, "NoSuchUpload")
 _UNFINISHED = ".part-"

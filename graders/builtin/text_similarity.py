@@ -102,9 +102,17 @@ class TextSimilarity:
         if (why := too_short(self.evaluation_metric, want, self.tokenizer)) is not None:
             reason = f"{reason}; every answer scores 0, because the reference {why}"
         elif ignores_words(self.evaluation_metric, want[:MAX_CHARACTERS_HERE], self.tokenizer):
-            words = " ".join(words_of(self.evaluation_metric, want[:MAX_CHARACTERS_HERE], self.tokenizer))
-            reason = f"{reason}; {self.evaluation_metric} reads only {quoted(words)} of the reference"
+            reason = f"{reason}; {_what_it_reads(self.evaluation_metric, want[:MAX_CHARACTERS_HERE])}"
         return Grade(score, reason)
+
+
+def _what_it_reads(metric: Metric, want: str) -> str:
+    """Return what the metric makes of a reference some of whose words it does not read."""
+    words = words_of(metric, want, None)
+    if "".join(words) == "".join(want.casefold().split()):  # all characters, of a script without spaces
+        counted = "1 word" if len(words) == 1 else f"{len(words)} words"
+        return f'{metric} reads the reference as {counted}; set "tokenizer": "unicode"'
+    return f"{metric} reads only {quoted(' '.join(words))} of the reference"
 
 
 def measure(metric: Metric, got: str, want: str, tokenizer: Tokenizer | None = None) -> float:

@@ -19,7 +19,15 @@ from core.outages import Resource, outage
 from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage.self_test import self_test
-from core.storage.store import BlobNotFound, BlobStore, FailedCleanups, FolderBlobs, NotDeleted, S3Blobs
+from core.storage.store import (
+    BlobExists,
+    BlobNotFound,
+    BlobStore,
+    FailedCleanups,
+    FolderBlobs,
+    NotDeleted,
+    S3Blobs,
+)
 from tests.proxies import ALL_S3_MODES, RESET, SILENT, S3Proxy, TcpProxy
 from tests.servers import Postgres, ReplicatedPostgres, SeaweedFS
 
@@ -27,6 +35,8 @@ from tests.servers import Postgres, ReplicatedPostgres, SeaweedFS
 WORK_WITHOUT = {
     "no conditional put (501)",
     "no conditional put (400)",
+    "no conditional completion (501)",
+    "no conditional completion (400)",
     "no right to delete",
     "no bulk delete (501)",
     "no bulk delete (400)",
@@ -84,6 +94,7 @@ def used(store: BlobStore) -> None:
     assert store.size("new/a") == 5
     assert "new/a" in set(store.list("new/"))
     store.put_bytes(f"new/{os.urandom(4).hex()}", b"exclusive", if_absent=True)
+    store.put_stream(f"new/{os.urandom(4).hex()}", [b"x" * (6 << 20), b"y" * (6 << 20)], if_absent=True)
     store.discard_prefix("new/")
 
 
@@ -120,6 +131,18 @@ def test_a_missing_bucket_does_not_mean_that_a_blob_was_deleted(seaweed: Seaweed
 def test_a_blob_that_was_deleted_from_an_existing_bucket_is_not_found(store: S3Blobs) -> None:
     with pytest.raises(BlobNotFound):
         store.size("a")
+
+
+def test_a_store_without_conditional_completion_of_uploads_keeps_an_existing_blob(
+    proxy: S3Proxy, store: S3Blobs
+) -> None:
+    store.put_bytes("a", b"first")
+    proxy.mode = "no conditional completion (501)"
+
+    with pytest.raises(BlobExists):
+        store.put_stream("a", [b"x" * (6 << 20), b"y" * (6 << 20)], if_absent=True)
+
+    assert store.read("a") == b"first"
 
 
 @pytest.mark.parametrize(

@@ -704,13 +704,20 @@ LEAKS += [
     {"type": "unheard of", "notify": f"https://hooks.slack.com/services/T0/B0/{SECRET}"},
     {"type": "endpoint", "url": f"https://discord.com/api/webhooks/1/{SECRET}"},
 ]
+CONFIGS = {
+    "schema": {"type": "custom", "schema": {"properties": {"item": {}}}},
+    "item_schema": {"type": "custom", "item_schema": {"type": "object"}},
+    "empty schemas": {"type": "custom", "schema": None, "item_schema": None},
+    "none": {"type": "logs"},
+}
 METADATA = {"api_key": SECRET, "token": SECRET, "key": SECRET, "hook": f"https://a.example?token={SECRET}"}
 
 
-def test_secrets_in_the_metadata_of_an_import_are_masked_and_the_rest_is_kept(client: OpenAI) -> None:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_secrets_in_the_metadata_of_an_import_are_masked_and_the_rest_is_kept(
+    client: OpenAI, config: dict[str, Any]
+) -> None:
     metadata = METADATA | {"team": "maps"}
-
-    config = {"type": "custom", "schema": {"properties": {"item": {}}}}
     made = MADE | {"data_source_config": config, "metadata": metadata}
 
     created = send(client, made, [RUN | {"metadata": metadata}])
@@ -721,6 +728,20 @@ def test_secrets_in_the_metadata_of_an_import_are_masked_and_the_rest_is_kept(cl
     ]
     assert SECRET not in json.dumps([created, *shown])
     assert [one["metadata"]["team"] for one in shown] == ["maps", "maps"]
+
+
+def test_an_imported_eval_with_the_schema_of_its_items_shows_it_and_checks_new_runs_by_it(
+    client: OpenAI,
+) -> None:
+    items = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    made = MADE | {"data_source_config": {"type": "custom", "item_schema": items}}
+
+    created = send(client, made)["eval"]
+
+    schema = created["data_source_config"]["schema"]
+    assert schema == {"type": "object", "properties": {"item": items}}
+    with pytest.raises(BadRequestError, match="'a' is a required property"):
+        client.evals.runs.create(created["id"], data_source=completions(1))
 
 
 def test_the_metadata_of_an_eval_of_this_service_is_shown_as_it_was_sent(

@@ -207,17 +207,21 @@ def test_a_reference_without_a_word_for_rouge_is_named_in_the_reason(metric: Met
 
 
 @pytest.mark.parametrize(
-    ("metric", "got", "want", "read"),
-    [("rouge_1", "Ärger", "Örger", "'rger'"), ("bleu", "你好世界", "你好世界", "'你好世界'")],
+    ("metric", "got", "want", "reads"),
+    [
+        ("rouge_1", "Ärger", "Örger", "only 'rger' of the reference"),
+        ("bleu", "你好世界", "你好世界", 'the reference as 1 word; set "tokenizer": "unicode"'),
+        ("gleu", "你好 世界", "你好 世界", 'the reference as 2 words; set "tokenizer": "unicode"'),
+    ],
 )
 def test_a_reference_of_which_a_metric_reads_other_words_is_named_in_the_reason(
-    metric: Metric, got: str, want: str, read: str
+    metric: Metric, got: str, want: str, reads: str
 ) -> None:
     wrong = grade(got, {"want": want}, metric)
 
     assert wrong.score == 1.0
-    assert wrong.reason.endswith(f"; {metric} reads only {read} of the reference")
-    assert "reads only" not in grade("anger", {"want": "anger"}, metric).reason
+    assert wrong.reason.endswith(f"; {metric} reads {reads}")
+    assert "reads" not in grade("anger", {"want": "anger"}, metric).reason
 
 
 def test_a_reference_with_fewer_words_than_rouge_compares_is_named_in_the_reason() -> None:

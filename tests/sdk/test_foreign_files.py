@@ -10,6 +10,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from core.storage.datasets import MAX_TRAINING_ROWS
 from core.storage.foreign_files import (
     ARROW_FILE,
     ARROW_STREAM,
+    EMPTY,
     HEAD_BYTES,
     PARQUET,
     TARGETS,
@@ -631,9 +633,24 @@ def table_of(rows: list[dict[str, Any]]) -> bytes:
         ({"messages": [{"role": "user", "content": "1 + 1?"}]}, ("rft",)),
         (CHAT, ("rft", "sft")),
         ({"prompt": "1 + 1?"}, ("rft",)),
+        ({"message": "1 + 1?", "topic": "sums"}, ("rft", "sft")),
+        ({"message": "1 + 1?", "answer": "2"}, ("rft", "sft")),
+        ({"a": "1 + 1?", "b": "2", "c": "3"}, ("rft", "sft")),
+        ({"Question": "1 + 1?", "Answer": "2"}, ("rft", "sft")),
         ({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}, ("rft", "sft", "dpo")),
     ],
-    ids=["rft", "rft with another field", "a prompt", "a chat", "prompt", "preferences"],
+    ids=[
+        "rft",
+        "rft with another field",
+        "a prompt",
+        "a chat",
+        "prompt",
+        "unknown fields",
+        "an answer to an unknown field",
+        "three unknown fields",
+        "capitals",
+        "preferences",
+    ],
 )
 def test_the_sentence_about_a_file_names_the_commands_that_its_rows_allow(
     row: dict[str, Any], targets: tuple[Target, ...], put: Callable[..., bytes], tmp_path: Path
@@ -642,8 +659,31 @@ def test_the_sentence_about_a_file_names_the_commands_that_its_rows_allow(
 
     assert found.targets == targets
     for target in targets:
-        names = {"answer": "label"} if found.lacks_answer and target != "rft" else {}
+        sentence = replace(found, targets=(target,)).sentence()
+        asked = [name for name in ("prompt", "answer") if f"--map {name}=FIELD" in sentence]
+        names = {name: list(row)[name == "answer"] for name in asked}
         assert len(convert_text(tmp_path, put([row] * TWELVE), target, **names)) == TWELVE
+
+
+def test_the_sentence_about_columns_without_a_prompt_asks_for_it() -> None:
+    found = present(detect([table_of([{"message": "1 + 1?", "topic": "sums"}])]))
+
+    assert found.sentence("reinforcement") == (
+        "the file is CSV with the columns message, topic; write one object per line. "
+        "`regraft convert FILE --to rft --map prompt=FIELD` does that."
+    )
+    assert "--to sft --map prompt=FIELD --map answer=FIELD" in found.sentence("supervised")
+
+
+def test_a_table_with_tabs_and_short_names_asks_for_its_prompt() -> None:
+    assert "--map prompt=FIELD" in present(detect([b"a\tb\n1 + 1?\t2\n"])).sentence()
+
+
+@pytest.mark.parametrize("content", [b"[]", b" [\n ]\n"])
+def test_an_array_without_rows_is_an_empty_file(content: bytes, tmp_path: Path) -> None:
+    assert present(detect([content])) is EMPTY
+    with pytest.raises(InvalidDataset, match="the file is empty"):
+        convert_text(tmp_path, content, "rft")
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["as it is", "compressed"])
@@ -1446,7 +1486,7 @@ def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, clien
     ("content", "words"),
     [
         (json.dumps(ROWS), " the file is one JSON array; write one object per line."),
-        ("[]", " the file is one JSON array; write one object per line."),
+        ("[]", " the file is empty; write one object per line."),
         (
             json.dumps({"data": ROWS}),
             ' the file is one JSON object with its rows in {"data": [...]}; write one',
