@@ -245,7 +245,7 @@ class Zygote:
         with suppress(BaseException):
             sys.stdout.flush()
         with suppress(BaseException):
-            _write(3, answer)
+            write(3, answer)
         os._exit(0)
 
     def _hold(self, begun: int, result: int, output: int) -> None:

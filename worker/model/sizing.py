@@ -1310,9 +1310,7 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     sparse = _sparse_layers(text, layers) if experts else range(layers)
     in_blocks = len(sparse) * feed_forward + (layers - len(sparse)) * 3 * hidden * dense
     linear = layers * attention + in_blocks + vocabulary * hidden
-    family = str(text.get("model_type", ""))
-    head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
-    layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
+    head_norms, layer_norms = _norms_of(str(text.get("model_type", "")))
     norms = layers * (layer_norms * hidden + (2 * size if head_norms else 0)) + hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     stored = config.get("quantization_config") or text.get("quantization_config") or {}
@@ -1337,6 +1335,12 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         adaptable=(*adaptable, *_expert_layers(text, sparse, hidden, dense, experts)),
         packed=PackedSizes.of(format, _packed(format, blocks), bytes_each),
     )
+
+
+def _norms_of(family: str) -> tuple[bool, int]:
+    """Whether each head has norms of queries and keys, and the number of the other norms of a layer."""
+    head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
+    return head_norms, 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
 
 
 def _feed_forward(text: Mapping[str, Any], hidden: int, dense: int, experts: int) -> tuple[int, int]:
