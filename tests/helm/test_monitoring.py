@@ -184,6 +184,39 @@ def changed(alerts: dict[str, Any], **values: Any) -> dict[str, dict[str, Any]]:
     return {one["alert"]: one for one in rules_of(render(given))}
 
 
+def test_the_runbook_is_at_the_host_of_the_gateway() -> None:
+    metrics = {"enabled": True, "rules": {"enabled": True}}
+    alerts = [
+        rule
+        for rule in rules_of(render(merged(VARIATIONS["gateway"], {"metrics": metrics})))
+        if "alert" in rule
+    ]
+
+    assert alerts
+    for rule in alerts:
+        address = "https://regraft.example.com/docs/howto/observability.html#alerts"
+        assert rule["annotations"]["runbook_url"] == address
+
+
+@pytest.mark.parametrize(
+    ("pod", "own"),
+    [
+        ("regraft-api-6c9f-x2", True),
+        ("regraft-worker-h100-x7k2p-0-abc", True),
+        ("regraft-postgresql-0", True),
+        ("regraft-b-api-6c9f-x2", False),
+        ("regraft-staging-worker-h100-x7k2p-abc", False),
+    ],
+)
+def test_pods_of_another_release_whose_name_begins_alike_page_nobody(
+    watched: list[dict[str, Any]], pod: str, own: bool
+) -> None:
+    [rule] = [one for one in rules_of(watched) if one.get("alert") == "RegraftPodPending"]
+    [pattern] = re.findall(r'pod=~"(.*?)"', rule["expr"])
+
+    assert bool(re.fullmatch(pattern, pod)) == own
+
+
 def test_values_change_the_threshold_the_time_and_the_severity_of_an_alert() -> None:
     before = changed({})
     after = changed({"RegraftApiErrors": {"threshold": 0.2, "for": "1h", "severity": "page"}})

@@ -4,7 +4,21 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import FLEET, JOBS, SERVER, Pod, helm, job_of, of_kind, pods, profile, render, strings
+from tests.helm.charts import (
+    FLEET,
+    JOBS,
+    SERVER,
+    VARIATIONS,
+    Pod,
+    environment,
+    helm,
+    job_of,
+    of_kind,
+    pods,
+    profile,
+    render,
+    strings,
+)
 from tests.helm.test_rendering import NEWEST, kubernetes_validate
 
 # Wishes of operators -> the patch.
@@ -174,9 +188,167 @@ def test_annotations_of_deployments_are_those_of_all_of_them_and_of_nothing_else
     assert len(annotated) > 3
 
 
-def test_global_values_are_refused_because_nothing_uses_them() -> None:
-    with pytest.raises(helm.HelmRenderError, match=r"global\.imageRegistry: the chart uses no global values"):
-        render(VALUES | {"global": {"imageRegistry": "mirror.example.com"}})
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("imageRegistry", r"image\.registry"),
+        ("imagePullSecrets", r"image\.pullSecrets"),
+        ("storageClass", "bundled"),
+    ],
+)
+def test_a_global_value_that_would_have_no_effect_is_refused(name: str, instead: str) -> None:
+    with pytest.raises(helm.HelmRenderError, match=rf"global\.{name}: the chart uses no .* set {instead}"):
+        render(VALUES | {"global": {name: "x"}})
+
+
+def test_global_values_of_a_chart_around_this_one_are_its_own() -> None:
+    assert render(VALUES | {"global": {"domain": "example.com"}}) == render(VALUES)
+
+
+def test_devices_that_a_pod_claims_are_those_of_its_check() -> None:
+    """The init container would wait for a GPU of the device plugin, of which a cluster with DRA has none."""
+    claimed = {
+        "name": "worker",
+        "resources": {"claims": [{"name": "gpu"}], "limits": {"nvidia.com/gpu": None}},
+    }
+    patch = {
+        "spec": {
+            "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "a"}],
+            "containers": [claimed],
+        }
+    }
+    [gpus, *others] = VALUES["workers"]
+    manifests = render(VALUES | {"workers": [gpus | {"podTemplate": patch}, *others]})
+
+    [pod] = [one for one in pods(manifests, "worker") if one.name.endswith("h100")]
+    [doctor] = [one for one in pod.spec["initContainers"] if one["name"] == "doctor"]
+    assert doctor["resources"] == container(pod)["resources"]
+    assert doctor["resources"]["claims"] == [{"name": "gpu"}]
+    assert "nvidia.com/gpu" not in doctor["resources"]["limits"]
+
+
+def pool_of(**changes: Any) -> Pod:
+    [gpus, *others] = profile("production")["workers"]
+    manifests = render(profile("production", workers=[gpus | changes, *others]))
+    [pod] = [one for one in pods(manifests, "worker") if one.name.endswith("h100")]
+    return pod
+
+
+def volume(pod: Pod, name: str) -> dict[str, Any]:
+    [found] = [one for one in pod.spec["volumes"] if one["name"] == name]
+    return dict(found)
+
+
+def test_a_pool_has_a_cache_of_its_own() -> None:
+    assert volume(pool_of(cache={"size": "90Gi"}), "cache")["emptyDir"] == {"sizeLimit": "90Gi"}
+    claim = volume(pool_of(cache={"existingClaim": "weights"}), "cache")["persistentVolumeClaim"]
+    assert claim == {"claimName": "weights"}
+
+
+@pytest.mark.parametrize(("gpus", "size"), [(1, "1Gi"), (2, "8Gi"), (16, "8Gi")])
+def test_processes_on_several_gpus_have_more_shared_memory(gpus: int, size: str) -> None:
+    assert volume(pool_of(gpus=gpus), "shm")["emptyDir"]["sizeLimit"] == size
+
+
+def test_devices_of_rdma_are_limits_beside_the_gpus_and_bring_the_right_to_lock_memory() -> None:
+    worker = container(pool_of(gpus=8, rdma={"rdma/hca": 4}))
+
+    assert worker["resources"]["limits"]["rdma/hca"] == 4
+    assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container(pool_of())["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("how", ["required", "preferred"])
+def test_kueue_places_the_pods_of_a_pool_by_its_topology(how: str) -> None:
+    pod = pool_of(kueueQueue="research", kueueTopology={how: "example.com/rack"})
+
+    assert (
+        pod.template["metadata"]["annotations"][f"kueue.x-k8s.io/podset-{how}-topology"] == "example.com/rack"
+    )
+
+
+def test_only_workers_that_run_jobs_keep_their_node_from_being_removed() -> None:
+    kept = {
+        pod.owner["metadata"]["name"]
+        for pod in pods(render(VALUES))
+        if "cluster-autoscaler.kubernetes.io/safe-to-evict" in pod.template["metadata"].get("annotations", {})
+    }
+
+    assert kept == {"regraft-worker-h100", "regraft-worker-h200"}
+
+
+def test_the_servers_of_the_demo_have_patches() -> None:
+    tolerations = [{"key": "demo", "operator": "Exists"}]
+    manifests = render(profile("cpu-demo", bundled={"podTemplate": {"spec": {"tolerations": tolerations}}}))
+    patched = {pod.component for pod in pods(manifests) if pod.spec.get("tolerations") == tolerations}
+
+    assert patched == {"postgresql", "valkey", "seaweedfs"}
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "production"])
+def test_all_images_come_from_the_registry_that_is_named(name: str) -> None:
+    manifests = render(profile(name, image={"registry": "mirror.example.com:5000", "repository": "regraft"}))
+
+    images = [one["image"] for pod in pods(manifests) for one in pod.containers]
+    assert all(one.startswith("mirror.example.com:5000/") for one in images)
+
+
+def test_old_replicasets_are_kept_as_often_as_said() -> None:
+    deployments = of_kind(render(VALUES | {"revisionHistoryLimit": 2}), "Deployment")
+
+    assert {one["spec"]["revisionHistoryLimit"] for one in deployments} == {2}
+
+
+def test_pods_listen_on_addresses_of_ipv6() -> None:
+    values = VARIATIONS["fleets"] | {"listenOn": "::"}
+    hosts = {
+        pod.component: environment(pod)["REGRAFT_HOST"]
+        for pod in pods(render(values))
+        if "REGRAFT_HOST" in environment(pod)
+    }
+
+    assert {"api", "inference", "inference-large", "sampler-small", "worker"} <= hosts.keys()
+    assert set(hosts.values()) == {"::"}
+
+
+def test_an_ingress_may_leave_paths_out() -> None:
+    [ingress] = of_kind(render(profile("production", ingress={"paths": ["/v1", "/readyz"]})), "Ingress")
+    [rule] = ingress["spec"]["rules"]
+
+    assert [(one["path"], one["pathType"]) for one in rule["http"]["paths"]] == [
+        ("/v1", "Prefix"),
+        ("/readyz", "Prefix"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("account", "used", "created"),
+    [
+        ({}, "regraft-api", True),
+        ({"name": "ours"}, "ours", False),
+        ({"create": True, "name": "ours"}, "ours", True),
+        ({"create": False, "name": "ours"}, "ours", False),
+        ({"create": False}, "default", False),
+    ],
+)
+def test_an_account_is_created_or_given(account: dict[str, Any], used: str, created: bool) -> None:
+    manifests = render(profile("production", api={"serviceAccount": account}))
+    [pod] = pods(manifests, "api")
+
+    assert pod.spec["serviceAccountName"] == used
+    names = {one["metadata"]["name"] for one in of_kind(manifests, "ServiceAccount")}
+    assert (used in names) == created
+
+
+def test_the_dispatcher_has_the_account_that_is_named_with_its_rights() -> None:
+    values = VARIATIONS["dispatched"]
+    named = values["dispatcher"] | {"serviceAccount": {"name": "ours"}}
+    manifests = render(values | {"dispatcher": named})
+    [pod] = pods(manifests, "dispatcher")
+    [binding] = of_kind(manifests, "RoleBinding")
+
+    assert pod.spec["serviceAccountName"] == "ours"
+    assert [one["name"] for one in binding["subjects"]] == ["ours"]
 
 
 def test_the_volumes_of_the_demo_have_the_storage_class_that_is_named() -> None:

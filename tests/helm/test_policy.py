@@ -69,12 +69,26 @@ def test_folders_reserve_no_disk(manifests: list[dict[str, Any]]) -> None:
             assert "ephemeral-storage" not in container["resources"]["requests"], pod.name
 
 
-def test_a_request_for_disk_that_is_named_is_kept() -> None:
+def test_folders_reserve_disk_by_choice() -> None:
+    manifests = render(profile("production", diskRequests=True))
+    requests = {
+        pod.name: pod.spec["containers"][0]["resources"]["requests"].get("ephemeral-storage")
+        for pod in pods(manifests)
+    }
+
+    # /data, /tmp and the cache, of 1, 20 and 20 GiB; shared memory is memory.
+    assert requests["ScaledJob/regraft-worker-h100"] == "44024M"
+    assert requests["Deployment/regraft-api"] == "11812M"
+
+
+@pytest.mark.parametrize("choice", [False, True])
+def test_a_request_for_disk_that_is_named_is_kept(choice: bool) -> None:
     resources = {
         "requests": {"cpu": 1, "memory": "1Gi", "ephemeral-storage": "5Gi"},
         "limits": {"cpu": 1, "memory": "1Gi"},
     }
-    [api] = pods(render(profile("production", api={"resources": resources})), "api")
+    values = profile("production", api={"resources": resources}, diskRequests=choice)
+    [api] = pods(render(values), "api")
 
     assert api.containers[0]["resources"]["requests"]["ephemeral-storage"] == "5Gi"
 

@@ -55,6 +55,17 @@ RESTARTS: dict[str, tuple[Change, set[str]]] = {
         lambda base: base | {"workers": [*base["workers"], GPU_POOL | {"name": "l40s", "gpuClass": "l40s"}]},
         set(),
     ),
+    # The addresses of fleets and servers are variables of their clients.
+    "one more fleet": (
+        values(samplers=FLEETS | {"fleets": [FLEET, FLEET | {"name": "large", "model": "Qwen3-14B"}]}),
+        {API, INFERENCE, KEEPER, WARM},
+    ),
+    "one more server": (
+        values(
+            inference={"models": [SERVER | ONE_GPU, SERVER | ONE_GPU | {"name": "more", "model": "Qwen3-4B"}]}
+        ),
+        {API, KEEPER, WARM},
+    ),
     "the size of uploads": (values(settings={"max_upload_bytes": 1 << 30}), {API}),
     "the size of a pool of Jobs": (pool("h100", maxReplicas=9), set()),
     "the resources of a pool of Jobs": (pool("h100", resources=JOBS["resources"]), set()),

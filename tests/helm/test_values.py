@@ -37,7 +37,7 @@ WRONG_TYPE_OR_BOUND: dict[str, tuple[dict[str, Any], str]] = {
     "a judge's address": ({"graders": {"judges": {"j": {"baseUrl": "judge"}}}}, "/graders/judges/j/baseUrl"),
     "no pools": ({"workers": []}, "/workers"),
     "a pool without limits": ({"workers": [POOL | {"resources": {"requests": {}}}]}, "/workers/0/resources.*limits"),
-    "more GPUs than a node has": ({"workers": [POOL | {"gpus": 9}]}, "/workers/0/gpus.*maximum"),
+    "more GPUs than a node has": ({"workers": [POOL | {"gpus": 17}]}, "/workers/0/gpus.*maximum"),
     "a setting that all pools share": ({"workers": [POOL | {"settings": {"sampler": "vllm"}}]}, "settings'.*sampler"),
     "no address of a proxy": ({"api": {"trustedProxies": ["proxy"]}}, "/api/trustedProxies/0"),
     "names of the console beside the chart's": ({"settings": {"console_hosts": ["a"]}}, "'/settings'.*console_hosts"),
@@ -86,6 +86,34 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         "cache.size: mistralai/Mixtral-8x7B-v0.1 has about 90 GB of weights by its name",
     ),
     "an alias of nothing": ({"modelAliases": {"o4": "m"}}, "modelAliases: o4 refers to m, which is not in models"),
+    "aliases of each other": (
+        {"modelAliases": {"a": "b", "b": "a"}}, "modelAliases: a refers to itself through b"
+    ),
+    "models that share a cache too small for all": (
+        {"models": {name: {"hub": f"Qwen/{name}"} for name in ("Qwen3-8B", "Qwen3-4B")}},
+        "cache.size: a pod of inference downloads models with about 24 GB of weights, one after the other",
+    ),
+    "a pool whose cache is too small": (
+        {"models": {"m": {"hub": "Qwen/Qwen3-14B"}}, "cache": {"existingClaim": "shared"},
+         "workers": [POOL | {"cache": {"size": "20Gi"}}]},
+        "workers: the cache of cpu: Qwen/Qwen3-14B has about 28 GB of weights by its name, and 20Gi are 21 GB",
+    ),
+    "weights on no claim": (
+        {"models": {"m": {"path": "/models/m"}}}, "weights.existingClaim: name the claim with the weights of m"
+    ),
+    "a dispatcher whose rights all pods would have": (
+        {"dispatcher": {"enabled": True, "serviceAccount": {"create": False}}},
+        "dispatcher.serviceAccount.name: name an account other than `default`",
+    ),
+    "sampling GPUs of further nodes": (
+        WITH_METRICS | {
+            "workers": [POOL, SCALED | {"name": "b", "gpus": 8, "samplingGpus": 3, "nodes": 2, "gpuClass": "b"}]
+        },
+        "the pool b has samplingGpus and several nodes, .*: 3 GPUs of each other node would be idle",
+    ),
+    "a topology without Kueue": (
+        {"workers": [POOL | {"kueueTopology": {"preferred": "rack"}}]}, "has a kueueTopology and no kueueQueue"
+    ),
     "an alias that hides a model": (
         {"models": {"m": {"hub": "a/b"}}, "modelAliases": {"m": "m"}},
         "modelAliases: m is the name of a model",
@@ -163,6 +191,11 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "a runtime of a Deployment": (
         {"workers": [POOL, POOL | {"name": "b", "trainingRuntime": {"name": "r"}}]},
         "the pool b has a trainingRuntime and is a Deployment",
+    ),
+    "a sampler's port twice": ({"metrics": {"enabled": True, "port": 8300}}, "metrics.port: is a sampler's port"),
+    "a patch of a container that is not there": (
+        {"api": {"podTemplate": {"spec": {"containers": [{"name": "apii", "env": []}]}}}},
+        r"podTemplate: the container apii has no image, .* \(api\)",
     ),
     "a port twice": ({"metrics": {"enabled": True, "port": 29400}}, "metrics.port: is a group's port"),
     "a pool in which no GPU learns": (

@@ -517,6 +517,19 @@ COMMANDS = (
         ),
     ),
     ServerCommand(
+        "backup",
+        "copy the database and the blobs into a folder (docs/howto/restore.md)",
+        "worker.cli.backup:back_up",
+        arg("folder", "FOLDER", "a new or empty folder"),
+    ),
+    ServerCommand(
+        "restore",
+        "copy a backup into an empty database and an empty store (docs/howto/restore.md)",
+        "worker.cli.backup:restore",
+        arg("folder", "FOLDER", "the folder of the backup"),
+        arg("--verify", help="then compare the numbers of rows and blobs, and verify the hash of every blob"),
+    ),
+    ServerCommand(
         "fsck",
         "verify the hash of every blob (docs/howto/storage.md)",
         "worker.cli.service:check_blobs",

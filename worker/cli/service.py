@@ -251,7 +251,7 @@ def schema_problem(settings: Settings) -> str | None:
     except SchemaNotReady as refused:
         return str(refused)
     except DBAPIError as cause:
-        return str(_database_fails(settings, cause))
+        return str(database_fails(settings, cause))
     return None
 
 
@@ -299,7 +299,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     except DBAPIError as cause:
-        raise _database_fails(settings, cause) from cause
+        raise database_fails(settings, cause) from cause
     except SchemaNotReady as refused:
         raise UsageError(str(refused)) from refused
     count = 0
@@ -801,7 +801,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     except (DBAPIError, OSError) as cause:  # OSError: the folder of SQLite cannot be written or locked
-        raise _database_fails(settings, cause) from cause
+        raise database_fails(settings, cause) from cause
     if not first_key:
         return
     path = settings.data_dir / "api_key"
@@ -836,7 +836,7 @@ def _make_data_folder(settings: Settings) -> None:
         raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
 
 
-def _database_fails(settings: Settings, cause: DBAPIError | OSError) -> UsageError:
+def database_fails(settings: Settings, cause: DBAPIError | OSError) -> UsageError:
     """Quote the driver. SQLAlchemy's own text has the statement, and the address of a page about it."""
     reason = str(cause.orig if isinstance(cause, DBAPIError) else cause).strip()
     if backend_of(settings.database) != "sqlite":

@@ -32,7 +32,7 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{/* Takes (dict "root" $ "image" "worker-gpu"). */}}
 {{- define "regraft.image" -}}
-{{- with .root.Values.image }}{{ .repository }}/{{ $.image }}{{ with index .digests $.image }}@{{ . }}{{ else }}:{{ .tag | default $.root.Chart.AppVersion }}{{ end }}{{ end -}}
+{{- with .root.Values.image }}{{ with .registry }}{{ . }}/{{ end }}{{ .repository }}/{{ $.image }}{{ with index .digests $.image }}@{{ . }}{{ else }}:{{ .tag | default $.root.Chart.AppVersion }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{- define "regraft.podSecurity" -}}
@@ -753,15 +753,18 @@ is a fifth of the product.
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "api" "worker" "inference" "samplers" -}}
+{{- range $name := list "api" "worker" "inference" "samplers" "dispatcher" -}}
 {{- with (index $v $name).serviceAccount -}}
-{{- if and .name .annotations -}}
-{{- $wrong = append $wrong (printf "%s.serviceAccount.annotations: are for the account that the chart creates; annotate your own, %s, and remove them" $name .name) -}}
+{{- if and .annotations (ne (include "regraft.createsAccount" .) "true") -}}
+{{- $wrong = append $wrong (printf "%s.serviceAccount.annotations: are for the account that the chart creates; annotate your own, %s, and remove them" $name (.name | default "default")) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.dispatcher.enabled $v.networkPolicy.enabled (not $v.networkPolicy.kubernetesApi.to) (not $v.networkPolicy.cilium.enabled) -}}
 {{- $wrong = append $wrong "networkPolicy.kubernetesApi.to: list the addresses of the Kubernetes API for the dispatcher, as `kubectl get endpointslices -n default` shows them, or set networkPolicy.enabled to false" -}}
+{{- end -}}
+{{- if and $v.dispatcher.enabled (eq (include "regraft.account" (dict "root" $ "component" "dispatcher")) "default") -}}
+{{- $wrong = append $wrong "dispatcher.serviceAccount.name: name an account other than `default`, which other pods of the namespace have, and which would have the rights of the dispatcher" -}}
 {{- end -}}
 {{- $names := list -}}
 {{- $classes := list -}}
@@ -784,6 +787,12 @@ is a fifth of the product.
 {{- end -}}
 {{- if and (hasKey . "samplingGpus") (ge (int .samplingGpus) (int .gpus)) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has %d samplingGpus, which must be below its gpus, %d: the others learn" .name (int .samplingGpus) (int .gpus)) -}}
+{{- end -}}
+{{- if and (hasKey . "samplingGpus") (gt (int .nodes) 1) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has samplingGpus and several nodes, and only those of the first node sample: %d GPUs of each other node would be idle; remove samplingGpus, or use one node" .name (int .samplingGpus)) -}}
+{{- end -}}
+{{- if and .kueueTopology (not .kueueQueue) (not $v.dispatcher.enabled) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has a kueueTopology and no kueueQueue" .name) -}}
 {{- end -}}
 {{- $mode := include "regraft.mode" . -}}
 {{- if include "regraft.sizes" . -}}
@@ -886,15 +895,40 @@ is a fifth of the product.
 {{- $wrong = append $wrong (printf "models: %s needs exactly one of path, package (with file) and hub" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- if not $v.cache.existingClaim -}}
-{{- $room := include "regraft.gigabytes" $v.cache.size | float64 -}}
+{{- $caches := list -}}
+{{- range $v.workers -}}
+{{- $caches = append $caches (dict "pod" .name "gpuClass" .gpuClass "cache" .cache "keeps" (eq (include "regraft.mode" .) "warm")) -}}
+{{- end -}}
+{{- if $v.inference.enabled -}}
+{{- $caches = append $caches (dict "pod" "inference" "gpuClass" "" "keeps" true) -}}
+{{- end -}}
+{{- range $caches -}}
+{{- $cache := .cache | default $v.cache -}}
+{{- if not $cache.existingClaim -}}
+{{- $pod := . -}}
+{{- $size := $cache.size | default $v.cache.size -}}
+{{- $room := include "regraft.gigabytes" $size | float64 -}}
+{{- $where := ternary (printf "workers: the cache of %s" .pod) "cache.size" (not (empty .cache)) -}}
+{{- $together := 0.0 -}}
 {{- range $name, $model := $v.models -}}
-{{- if $model.hub -}}
+{{- $here := ternary (eq $pod.gpuClass ($model.gpuClass | default (first $v.workers).gpuClass)) (not (hasKey (omit $servers "*") $name)) (ne $pod.gpuClass "") -}}
+{{- if and $model.hub $here -}}
 {{- $needed := include "regraft.weightsOf" $model.hub | float64 -}}
 {{- if gt $needed $room -}}
-{{- $wrong = append $wrong (printf "cache.size: %s has about %.0f GB of weights by its name, and %s are %.0f GB, so that Kubernetes would evict each pod that downloads it; raise cache.size, or set cache.existingClaim" $model.hub $needed $v.cache.size $room) -}}
+{{- $wrong = append $wrong (printf "%s: %s has about %.0f GB of weights by its name, and %s are %.0f GB, so that Kubernetes would evict each pod that downloads it; raise it, or set an existingClaim" $where $model.hub $needed $size $room) -}}
+{{- else if $pod.keeps -}}
+{{- $together = addf $together $needed -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if gt $together $room -}}
+{{- $wrong = append $wrong (printf "%s: a pod of %s downloads models with about %.0f GB of weights, one after the other, and %s are %.0f GB; raise it, or set an existingClaim" $where $pod.pod $together $size $room) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $model := $v.models -}}
+{{- if and (hasPrefix "/models/" ($model.path | default "")) (not $v.weights.existingClaim) -}}
+{{- $wrong = append $wrong (printf "weights.existingClaim: name the claim with the weights of %s, %s; weights in an image of yours need another path" $name $model.path) -}}
 {{- end -}}
 {{- end -}}
 {{- range $alias, $model := $v.modelAliases -}}
@@ -902,6 +936,14 @@ is a fifth of the product.
 {{- $wrong = append $wrong (printf "modelAliases: %s is the name of a model, which it would hide" $alias) -}}
 {{- else if not (or (hasKey $v.models $model) (hasKey $v.modelAliases $model)) -}}
 {{- $wrong = append $wrong (printf "modelAliases: %s refers to %s, which is not in models" $alias $model) -}}
+{{- else -}}
+{{- $target := $model -}}
+{{- range $v.modelAliases -}}
+{{- $target = get $v.modelAliases $target | default $target -}}
+{{- end -}}
+{{- if not (hasKey $v.models $target) -}}
+{{- $wrong = append $wrong (printf "modelAliases: %s refers to itself through %s" $alias $model) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $judge := $v.graders.judges -}}
@@ -1043,14 +1085,16 @@ is a fifth of the product.
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- with get (dict "8000" "the API's" "8100" "inference's" "29400" "a group's" "29401" "a group's") (toString (int $v.metrics.port)) -}}
+{{- with get (dict "8000" "the API's" "8100" "inference's" "8300" "a sampler's" "29400" "a group's" "29401" "a group's") (toString (int $v.metrics.port)) -}}
 {{- $wrong = append $wrong (printf "metrics.port: is %s port" .) -}}
 {{- end -}}
 {{- if and $v.settings.sso_header $v.networkPolicy.enabled (not $v.networkPolicy.apiFrom) -}}
 {{- $wrong = append $wrong "networkPolicy.apiFrom: with settings.sso_header, name the proxy, so that nobody else can connect to the API" -}}
 {{- end -}}
-{{- range $name, $_ := $v.global -}}
-{{- $wrong = append $wrong (printf "global.%s: the chart uses no global values" $name) -}}
+{{- range $name, $instead := dict "imageRegistry" "image.registry" "imagePullSecrets" "image.pullSecrets" "storageClass" "bundled.*.storageClass" "defaultStorageClass" "bundled.*.storageClass" -}}
+{{- if hasKey ($v.global | default dict) $name -}}
+{{- $wrong = append $wrong (printf "global.%s: the chart uses no global values; set %s" $name $instead) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- $wrong = append $wrong "gateway.parentRefs: name the Gateway of the route" -}}

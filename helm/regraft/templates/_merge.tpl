@@ -9,6 +9,28 @@
 {{- $pod = include "regraft.merge" (dict "to" $pod "with" .) | fromJson -}}
 {{- end -}}
 {{- end -}}
+{{- range concat $pod.spec.containers ($pod.spec.initContainers | default list) -}}
+{{- if not .image -}}
+{{- fail (printf "\n\n  podTemplate: the container %s has no image, and no container of the chart's pod has that name (%s)\n" .name (first $pod.spec.containers).name) -}}
+{{- end -}}
+{{- end -}}
+{{- if .root.Values.diskRequests -}}
+{{- $disk := 0.0 -}}
+{{- range $pod.spec.volumes -}}
+{{- if and .emptyDir (ne (.emptyDir.medium | default "") "Memory") -}}
+{{- $disk = addf $disk (include "regraft.gigabytes" .emptyDir.sizeLimit | float64) -}}
+{{- end -}}
+{{- end -}}
+{{- $container := first $pod.spec.containers -}}
+{{- if not (hasKey $container.resources.requests "ephemeral-storage") -}}
+{{- $_ := set $container.resources.requests "ephemeral-storage" (printf "%dM" (mulf 1000.0 $disk | ceil | int)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $pod.spec.initContainers -}}
+{{- if eq .name "doctor" -}}
+{{- $_ := set . "resources" (deepCopy (first $pod.spec.containers).resources) -}}
+{{- end -}}
+{{- end -}}
 {{- with $pod.spec.initContainers -}}
 {{- $_ := set $pod.spec "initContainers" (include "regraft.inOrder" . | fromJsonArray) -}}
 {{- end -}}

@@ -1,0 +1,56 @@
+"""`regraft-server backup` and `restore` (docs/howto/restore.md)."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy.exc import DBAPIError
+
+from core.database.migrate import InvalidDatabaseUrl
+from core.settings import Settings
+from core.storage import backup
+from worker.cli.parser import UsageError
+from worker.cli.service import check_blobs, configured, database_fails, open_blobs_of
+
+
+def back_up(arguments: argparse.Namespace) -> int:
+    settings = configured()
+    folder = Path(arguments.folder).absolute()
+    with _refusals(settings):
+        made = backup.back_up(settings.database, open_blobs_of(settings), folder, time=time.time())
+    print(
+        f"{folder}: {sum(made.rows.values())} rows, {made.blobs} blobs of {made.size} bytes.", file=sys.stderr
+    )
+    return 0
+
+
+def restore(arguments: argparse.Namespace) -> int:
+    """Restore a backup. The exit status is 1 if `--verify` finds a difference or a damaged blob."""
+    settings = configured()
+    folder = Path(arguments.folder).absolute()
+    blobs = open_blobs_of(settings)
+    with _refusals(settings):
+        manifest = backup.restore(folder, settings.database, blobs)
+        taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.time))
+        print(f"Restored the backup of {taken}.", file=sys.stderr)
+        if not arguments.verify:
+            return 0
+        different = backup.differences(manifest, settings.database, blobs)
+    for line in different:
+        print(line, flush=True)
+    return max(check_blobs(argparse.Namespace(json=False)), int(bool(different)))
+
+
+@contextmanager
+def _refusals(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except InvalidDatabaseUrl as invalid:
+        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    except DBAPIError as cause:
+        raise database_fails(settings, cause) from cause
+    except (backup.BackupFailed, OSError) as refused:
+        raise UsageError(str(refused)) from refused
