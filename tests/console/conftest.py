@@ -164,7 +164,7 @@ def accessible(request: pytest.FixtureRequest) -> Callable[[Page], None]:
         nonlocal pictures
         if folder := os.environ.get("REGRAFT_SCREENSHOTS"):
             pictures += 1
-            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
+            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower()).strip("-")
             page.screenshot(path=Path(folder) / f"{name}-{pictures}.png", full_page=True)
         before = page.viewport_size
         assert before is not None

@@ -32,6 +32,8 @@ def test_a_job_shows_its_curve_verdict_and_cost_in_both_themes(
     expect(row).to_contain_text(f"{job.result['start']:.2f} → {job.result['value']:.2f}")
     expect(row).to_contain_text(f"{job.usage_metrics['cost']['amount']:.2f} EUR")
     expect(row).to_contain_text("reinforcement on tiny")
+    table = logged_in.get_by_role("region", name="List of jobs")
+    assert table.evaluate("region => region.scrollWidth <= region.clientWidth")  # nothing is cut
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
 
