@@ -156,7 +156,7 @@ def accessible(request: pytest.FixtureRequest) -> Accessible:
 
     def picture(page: Page, theme: str) -> None:
         if folder := os.environ.get("REGRAFT_SCREENSHOTS"):
-            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
+            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower()).strip("-")
             page.screenshot(path=Path(folder) / f"{name}-{pictures}-{theme}.png", full_page=True)
 
     def check(page: Page) -> None:

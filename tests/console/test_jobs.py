@@ -33,6 +33,8 @@ def test_a_job_shows_its_curve_verdict_and_cost(
     cost = job.usage_metrics["cost"]["amount"]
     expect(row).to_contain_text(f"{cost:.{2 if cost >= 1 else 4}f} EUR")
     expect(row).to_contain_text("reinforcement on tiny")
+    table = logged_in.get_by_role("region", name="List of jobs")
+    assert table.evaluate("region => region.scrollWidth <= region.clientWidth")  # nothing is cut
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
 
