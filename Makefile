@@ -26,7 +26,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: release images sbom changelog console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
+.PHONY: release images sbom changelog console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check pgbouncer screenshots docs site format bench gpu-trial chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ test-fast-rest:    ## The other fast tests
 
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
 	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks
+
+pgbouncer:    ## Install pgbouncer with apt, for the one test that the packages of `make setup` have no server for
+	sudo apt-get update -qq
+	sudo apt-get install -y -qq pgbouncer
 
 screenshots: setup    ## A picture of every page of the console, as its tests see it, in screenshots/
 	mkdir -p screenshots

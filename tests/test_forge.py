@@ -33,6 +33,15 @@ def test_workflows_call_targets_of_the_makefile_and_nothing_else(workflow: Path)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_with_all_tests_has_the_pooler_that_they_would_be_skipped_without(workflow: Path) -> None:
+    commands = [step.get("run", "") for step in steps(workflow)]
+
+    for at, command in enumerate(commands):
+        if command.startswith("make test-part"):
+            assert commands[at - 1] == "make pgbouncer"
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_have_a_version(workflow: Path) -> None:
     assert all(
         re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]) for step in steps(workflow) if "uses" in step

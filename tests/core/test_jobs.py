@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work, db_now
 from core.database.states import JOB, JOB_EDGES
-from core.database.tables import Event, Job, Project
+from core.database.tables import Checkpoint, Event, Job, Project
 from core.errors import InvalidJobState, InvalidRequest, JobNotFound
 from core.jobs import events, lifecycle, queue
 from tests import factories
@@ -710,6 +710,21 @@ def test_a_lost_worker_leaves_the_job_where_it_can_go_on(
     assert lifecycle.expire_leases(session, max_failures=3) == 0
 
     assert (fresh(session, job).status, job.epoch, job.failures) == (expected, 2, 1)
+
+
+def test_a_job_that_loses_its_worker_while_it_pauses_is_paused_without_a_checkpoint(
+    session: Session, project: Project
+) -> None:
+    """It waits for no other worker, which would only save what it has: clients find no checkpoint, and an event."""
+    job = factories.job(session, project)
+    assert claim(session, lease_seconds=-1) is not None
+    lifecycle.pause(Work(session), job)
+
+    lifecycle.expire_leases(session, max_failures=3)
+
+    assert fresh(session, job).status == "paused"
+    assert session.scalars(select(Checkpoint).where(Checkpoint.job_id == job.id)).all() == []
+    assert "interrupted: the worker stopped answering" in present(last_event(session, job)).message
 
 
 def test_a_job_that_loses_every_worker_fails(session: Session, project: Project) -> None:
