@@ -25,7 +25,7 @@ class BackupFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BackupManifest:
     """The content of a backup in numbers, written when it is complete.
 
     Args:
@@ -42,7 +42,7 @@ class Manifest:
     size: int
 
     @classmethod
-    def load(cls, folder: Path) -> "Manifest":
+    def load(cls, folder: Path) -> "BackupManifest":
         """Read that of a backup.
 
         Raises:
@@ -54,7 +54,7 @@ class Manifest:
             raise BackupFailed(f"{folder}: it has no complete backup ({cause})") from cause
 
 
-def back_up(database_url: str, blobs: BlobStore, folder: Path, *, time: float) -> Manifest:
+def back_up(database_url: str, blobs: BlobStore, folder: Path, *, time: float) -> BackupManifest:
     """Copy the database and the blobs into an empty folder, while the service runs.
 
     Raises:
@@ -67,18 +67,18 @@ def back_up(database_url: str, blobs: BlobStore, folder: Path, *, time: float) -
     private.make_file(_dump(folder))
     rows = (_copy_sqlite if backend == "sqlite" else _dump_postgres)(database_url, folder)
     number, size = _copy(blobs, FolderBlobs(folder / "blobs"))
-    manifest = Manifest(time, backend, rows, number, size)
+    manifest = BackupManifest(time, backend, rows, number, size)
     _manifest(folder).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
 
 
-def restore(folder: Path, database_url: str, blobs: BlobStore) -> Manifest:
+def restore(folder: Path, database_url: str, blobs: BlobStore) -> BackupManifest:
     """Copy a backup into an empty database and an empty store.
 
     Raises:
         BackupFailed: one of them is not empty, or is of another kind than the backup.
     """
-    manifest = Manifest.load(folder)
+    manifest = BackupManifest.load(folder)
     if backend_of(database_url) != manifest.backend:
         raise BackupFailed(f"REGRAFT_DATABASE_URL: the backup is of {manifest.backend}")
     if next(iter(blobs.list("")), None) is not None:
@@ -100,7 +100,7 @@ def restore(folder: Path, database_url: str, blobs: BlobStore) -> Manifest:
     return manifest
 
 
-def differences(manifest: Manifest, database_url: str, blobs: BlobStore) -> list[str]:
+def differences(manifest: BackupManifest, database_url: str, blobs: BlobStore) -> list[str]:
     """Compare the numbers of a restored service with its backup. Returns a sentence for each difference."""
     database = Database(database_url)
     try:
