@@ -1306,11 +1306,11 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
     keys = int(text.get("num_key_value_heads") or heads) * size
     attention = hidden * (2 * queries + 2 * keys)
     experts = experts_in(text) or 0
-    feed_forward, intermediate = _feed_forward(text, hidden, dense, experts)
-    sparse = _sparse_layers(text, layers) if experts else range(layers)
-    in_blocks = len(sparse) * feed_forward + (layers - len(sparse)) * 3 * hidden * dense
-    linear = layers * attention + in_blocks + vocabulary * hidden
-    head_norms, layer_norms = _norms_of(str(text.get("model_type", "")))
+    feed_forward, intermediate = _feed_forward(text, layers, hidden, dense, experts)
+    linear = layers * attention + feed_forward + vocabulary * hidden
+    family = str(text.get("model_type", ""))
+    head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
+    layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
     norms = layers * (layer_norms * hidden + (2 * size if head_norms else 0)) + hidden
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     stored = config.get("quantization_config") or text.get("quantization_config") or {}
@@ -1332,23 +1332,21 @@ def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
         layer_norms=layer_norms,
         recomputes_norms=True,
         recomputes_gates=not experts,
-        adaptable=(*adaptable, *_expert_layers(text, sparse, hidden, dense, experts)),
+        adaptable=(*adaptable, *_expert_layers(text, layers, hidden, dense, experts)),
         packed=PackedSizes.of(format, _packed(format, blocks), bytes_each),
     )
 
 
-def _norms_of(family: str) -> tuple[bool, int]:
-    """Whether each head has norms of queries and keys, and the number of the other norms of a layer."""
-    head_norms = family.startswith(("qwen3", "gemma3", "gemma4"))
-    return head_norms, 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
-
-
-def _feed_forward(text: Mapping[str, Any], hidden: int, dense: int, experts: int) -> tuple[int, int]:
-    """Parameters of the feed-forward part of a block, and the width that one token goes through."""
+def _feed_forward(
+    text: Mapping[str, Any], layers: int, hidden: int, dense: int, experts: int
+) -> tuple[int, int]:
+    """Parameters of the feed-forward parts of all blocks, and the width that one token goes through."""
     if not experts:
-        return 3 * hidden * dense, dense
+        return layers * 3 * hidden * dense, dense
     each = int(text.get("moe_intermediate_size") or dense)
-    parameters = experts * 3 * hidden * each + experts * hidden
+    sparse = len(_sparse_layers(text, layers))
+    parameters = sparse * (experts * 3 * hidden * each + experts * hidden)
+    parameters += (layers - sparse) * 3 * hidden * dense
     return parameters, each * (active_experts_in(text) or 1)
 
 
@@ -1384,7 +1382,7 @@ def _sparse_layers(text: Mapping[str, Any], layers: int) -> Sequence[int]:
 
 
 def _expert_layers(
-    text: Mapping[str, Any], sparse: Sequence[int], hidden: int, dense: int, experts: int
+    text: Mapping[str, Any], layers: int, hidden: int, dense: int, experts: int
 ) -> list[LinearLayer]:
     """The experts of each of the sparse layers of a mixture."""
     if not experts:
@@ -1394,7 +1392,7 @@ def _expert_layers(
     width = experts * (2 * hidden + 3 * each)
     return [
         LinearLayer(f"model.layers.{number}.mlp.experts", "experts", width, experts, active)
-        for number in sparse
+        for number in _sparse_layers(text, layers)
     ]
 
 

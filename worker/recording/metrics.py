@@ -69,11 +69,7 @@ def of_step(
     splits = [("train", train_P)] if train_P else []
     if valid_P is not None:
         splits.append(("valid", valid_P))
-    data: dict[str, Any] = {"step": step, "total_steps": total_steps}
-    if gpus > 1:
-        data["gpus"] = gpus
-    if gpu_split is not None:
-        data |= {"sampling_gpus": gpu_split.sampling, "learning_gpus": gpu_split.learning}
+    data: dict[str, Any] = {"step": step, "total_steps": total_steps} | _of_gpus(gpus, gpu_split)
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if valid_P is not None:
@@ -99,6 +95,14 @@ def of_step(
     step_seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())}
     data["timing"] = {"step": step_seconds, "graders": _per_grader(graders, splits, _latency_fields)}
     return StepMetrics(**data)
+
+
+def _of_gpus(gpus: int, split: GpuSplit | None) -> dict[str, int]:
+    """How many GPUs the step had, and if they are divided, how many sampled and how many learned."""
+    data = {"gpus": gpus} if gpus > 1 else {}
+    return (
+        data if split is None else data | {"sampling_gpus": split.sampling, "learning_gpus": split.learning}
+    )
 
 
 def _pass_shares(
