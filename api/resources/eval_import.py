@@ -327,8 +327,8 @@ def _config(sent: dict[str, Any]) -> dict[str, Any]:
     schema = sent.get("schema")
     if not isinstance(schema, dict):
         item = sent.get("item_schema")
-        properties = {"properties": {"item": item}} if isinstance(item, dict) else {}
-        return sent | {"schema": {"type": "object"} | properties}
+        fields = {"properties": {"item": item}} if isinstance(item, dict) else {}
+        return sent | {"schema": {"type": "object"} | fields}
     properties = schema.get("properties")
     item = properties.get("item") if isinstance(properties, dict) else None
     return sent | {"item_schema": item} if isinstance(item, dict) else sent
