@@ -17,7 +17,6 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 from pydantic import TypeAdapter
 from sqlalchemy import Connection, create_engine, inspect, make_url, text
-from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from core import private
 from core.database.engine import Database
@@ -286,7 +285,9 @@ def as_variables(database_url: str) -> tuple[str, dict[str, str]]:
         BackupFailed: an option is unknown to libpq, or is a secret that it reads from no variable.
     """
     # SQLAlchemy's own conversion: it takes several hosts as `host=a:1&host=b:2`, and libpq as `host=a,b port=1,2`.
-    _, options = PGDialect_psycopg().create_connect_args(make_url(database_url))
+    url = make_url(database_url)
+    _, given = url.get_dialect()().create_connect_args(url)
+    options = dict(given)
     if "sslpassword" in options:
         raise BackupFailed(
             "REGRAFT_DATABASE_URL: every user could read the sslpassword among the arguments of pg_dump; "
