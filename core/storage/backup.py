@@ -241,7 +241,7 @@ def _named(source: Path, target: Path) -> Iterator[None]:
 
 
 def _opened(dump: Path) -> sqlite3.Connection:
-    """Open a copy that nobody writes to, also in a folder that nobody may write to."""
+    """Open a complete copy, also in a read-only folder."""
     return sqlite3.connect(f"{dump.absolute().as_uri()}?immutable=1", uri=True)
 
 
@@ -269,7 +269,7 @@ def _dump_postgres(database_url: str, folder: Path) -> dict[str, int]:
 
 
 def _restore_postgres(folder: Path, database_url: str) -> None:
-    """Restore in one transaction. The new database has an owner and privileges of its own."""
+    """Restore in one transaction. The owner and the privileges are those of the new database."""
     target, variables = as_variables(database_url)
     _run(["pg_restore", "--list", str(_dump(folder))], {})  # whether this version can read the dump
     options = ["--no-owner", "--no-privileges", "--exit-on-error", "--single-transaction"]
