@@ -469,6 +469,7 @@ class S3Blobs(BlobStore):
             BlobEntry(one["Key"].removeprefix(self._prefix), one["Size"], one["LastModified"].timestamp())
             for page in pages
             for one in page.get("Contents", [])
+            if not one["Key"].endswith("/")  # a folder of the S3 console: an empty object that is no blob
         )
 
     def url(self, key: str) -> str:

@@ -141,6 +141,16 @@ def test_two_prefixes_of_one_bucket_do_not_see_each_other(s3: Any, bucket: str) 
     assert list(there.list("")) == []
 
 
+def test_a_folder_made_in_the_console_of_s3_is_no_blob(s3: Any, bucket: str) -> None:
+    """It is an empty object whose key ends with a slash, and such a key can be neither read nor copied."""
+    store = S3Blobs(bucket, "below", client=s3)
+    for folder in ("below/", "below/files/"):
+        s3.put_object(Bucket=bucket, Key=folder)
+    store.put_bytes("files/a", b"abc")
+
+    assert [entry.key for entry in store.entries("")] == ["files/a"]
+
+
 def test_puts_and_deletes_in_one_folder_do_not_trip_over_each_other(in_memory: Path) -> None:
     """A delete removes the folder it empties, perhaps just as a put is about to use it."""
     store = FolderBlobs(in_memory)

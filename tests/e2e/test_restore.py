@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle
-from core.storage.backup import as_variables
 from core.storage.store import BlobStore, blobs_of
 from tests import factories
 from tests.present import present
@@ -186,14 +186,6 @@ def test_an_interrupted_backup_is_not_restored(
     assert "it has no complete backup" in capsys.readouterr().err
 
 
-def test_a_password_is_in_no_list_of_processes() -> None:
-    """`ps` shows the arguments of all users' programs."""
-    url, variables = as_variables("postgresql+psycopg://u:se%40cret@db.example.com:5433/name?sslmode=require")
-
-    assert url == "postgresql://u@db.example.com:5433/name?sslmode=require"
-    assert variables == {"PGPASSWORD": "se@cret"}
-
-
 def test_a_database_of_sqlite_is_copied_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,3 +200,80 @@ def test_a_database_of_sqlite_is_copied_while_it_is_written(
 
     with closing(sqlite3.connect(tmp_path / "backup/database")) as copy:
         assert copy.execute("select count(*) from files").fetchone() == (1,)
+
+
+@pytest.fixture
+def backed_up(
+    postgres_programs: None, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The backup of an installation with PostgreSQL."""
+    url = postgres.new_database()
+    old = Installation({"REGRAFT_DATA_DIR": str(tmp_path / "old"), "REGRAFT_DATABASE_URL": url}, monkeypatch)
+    old.fill()
+    # As a role for people has it: the dump takes longer, in a transaction without statements.
+    database, _ = old.stores()
+    with database.write() as session:
+        session.execute(text("alter role current_user set idle_in_transaction_session_timeout = '50ms'"))
+    database.close()
+    try:
+        assert old.run("backup", str(tmp_path / "backup")) == 0
+    finally:
+        database, _ = old.stores()
+        with database.write() as session:
+            session.execute(text("alter role current_user reset idle_in_transaction_session_timeout"))
+        database.close()
+    return tmp_path / "backup"
+
+
+def test_a_restore_of_postgresql_that_failed_can_be_repeated(
+    backed_up: Path, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name in the way ends the restore in its midst, and nothing is left of it."""
+    url = postgres.new_database()
+    new = Installation({"REGRAFT_DATA_DIR": str(tmp_path / "new"), "REGRAFT_DATABASE_URL": url}, monkeypatch)
+    database, blobs = new.stores()
+    with database.write() as session:
+        session.execute(text("create sequence jobs"))
+    assert new.run("restore", str(backed_up)) == 2
+    assert list(blobs.list("")) == []
+    with database.write() as session:
+        session.execute(text("drop sequence jobs"))
+    database.close()
+
+    assert new.run("restore", "--verify", str(backed_up)) == 0
+
+
+def test_a_damaged_dump_of_postgresql_is_refused_first(
+    backed_up: Path,
+    postgres: Postgres,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (backed_up / "database").write_bytes(b"no dump")
+    variables = {"REGRAFT_DATA_DIR": str(tmp_path / "new"), "REGRAFT_DATABASE_URL": postgres.new_database()}
+
+    assert Installation(variables, monkeypatch).run("restore", str(backed_up)) == 2
+    assert "pg_restore: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["backup", "restore"])
+def test_a_store_that_cannot_be_used_is_a_sentence(
+    command: str,
+    seaweed: SeaweedFS,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old = Installation({"REGRAFT_DATA_DIR": str(tmp_path / "old")}, monkeypatch)
+    old.fill()
+    assert old.run("backup", str(tmp_path / "backup")) == 0
+    variables = of_bucket(seaweed) | {"REGRAFT_BLOB_URL": "s3://no-such-bucket/below"}
+    data = tmp_path / ("old" if command == "backup" else "new")
+    other = Installation(variables | {"REGRAFT_DATA_DIR": str(data)}, monkeypatch)
+
+    folder = tmp_path / ("other" if command == "backup" else "backup")
+    assert other.run(command, str(folder)) == 2
+    printed = capsys.readouterr().err
+    assert "REGRAFT_BLOB_URL: s3://no-such-bucket/below: " in printed
+    assert "NoSuchBucket" in printed

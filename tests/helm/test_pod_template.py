@@ -277,12 +277,14 @@ def test_only_workers_that_run_jobs_keep_their_node_from_being_removed() -> None
     assert kept == {"regraft-worker-h100", "regraft-worker-h200"}
 
 
-def test_the_servers_of_the_demo_have_patches() -> None:
-    tolerations = [{"key": "demo", "operator": "Exists"}]
-    manifests = render(profile("cpu-demo", bundled={"podTemplate": {"spec": {"tolerations": tolerations}}}))
-    patched = {pod.component for pod in pods(manifests) if pod.spec.get("tolerations") == tolerations}
+@pytest.mark.parametrize("server", ["postgresql", "valkey", "seaweedfs"])
+def test_each_server_of_the_demo_has_a_patch_of_its_own(server: str) -> None:
+    """Also of its container, which the other servers do not have."""
+    zone = {"name": "TZ", "value": "UTC"}
+    patch = {"spec": {"containers": [{"name": server, "env": [zone]}]}}
+    manifests = render(profile("cpu-demo", bundled={server: {"podTemplate": patch}}))
 
-    assert patched == {"postgresql", "valkey", "seaweedfs"}
+    assert [pod.component for pod in pods(manifests) if zone in pod.containers[0].get("env", [])] == [server]
 
 
 @pytest.mark.parametrize("name", ["cpu-demo", "production"])

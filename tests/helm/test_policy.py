@@ -93,6 +93,17 @@ def test_a_request_for_disk_that_is_named_is_kept(choice: bool) -> None:
     assert api.containers[0]["resources"]["requests"]["ephemeral-storage"] == "5Gi"
 
 
+def test_no_disk_is_requested_above_the_limit_of_the_container() -> None:
+    """Kubernetes would refuse the pod. Without a request, it takes the limit."""
+    resources = {
+        "requests": {"cpu": 1, "memory": "1Gi"},
+        "limits": {"cpu": 1, "memory": "1Gi", "ephemeral-storage": "5Gi"},
+    }
+    [api] = pods(render(profile("production", api={"resources": resources}, diskRequests=True)), "api")
+
+    assert "ephemeral-storage" not in api.containers[0]["resources"]["requests"]
+
+
 def test_every_container_that_stays_is_probed(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         for container in pod.spec["containers"] if pod.owner["kind"] not in ("Job", "Pod") else ():

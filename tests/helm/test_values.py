@@ -105,6 +105,16 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         {"dispatcher": {"enabled": True, "serviceAccount": {"create": False}}},
         "dispatcher.serviceAccount.name: name an account other than `default`",
     ),
+    "one account that two components create": (
+        {"api": {"serviceAccount": {"create": True, "name": "ours"}},
+         "worker": {"serviceAccount": {"create": True, "name": "ours"}}},
+        "serviceAccount.create: api and worker would each create the account ours",
+    ),
+    "graders with the account of the dispatcher": (
+        {"dispatcher": {"enabled": True, "serviceAccount": {"name": "ours"}},
+         "worker": {"serviceAccount": {"name": "ours"}}},
+        "dispatcher.serviceAccount.name: the pods of worker have the account ours, too",
+    ),
     "sampling GPUs of further nodes": (
         WITH_METRICS | {
             "workers": [POOL, SCALED | {"name": "b", "gpus": 8, "samplingGpus": 3, "nodes": 2, "gpuClass": "b"}]
@@ -345,6 +355,46 @@ def test_values_that_do_not_fit_together_are_named(case: str) -> None:
 )
 def test_a_model_that_may_fit_into_the_cache_is_accepted(hub: str, cache: dict[str, Any]) -> None:
     render(profile("cpu-demo", models={"m": {"hub": hub}}, cache=cache))
+
+
+WEIGHTS_MOUNT = {"name": "ours", "mountPath": "/models/ours"}
+WEIGHTS_VOLUME = {"name": "ours", "persistentVolumeClaim": {"claimName": "our-weights"}}
+
+
+@pytest.mark.parametrize(
+    "mounted",
+    [
+        {"extraVolumes": [WEIGHTS_VOLUME], "extraVolumeMounts": [WEIGHTS_MOUNT]},
+        {
+            "workers": [
+                POOL
+                | {
+                    "podTemplate": {
+                        "spec": {
+                            "volumes": [WEIGHTS_VOLUME],
+                            "containers": [{"name": "worker", "volumeMounts": [WEIGHTS_MOUNT]}],
+                        }
+                    }
+                }
+            ]
+        },
+    ],
+    ids=["extraVolumeMounts", "podTemplate"],
+)
+def test_weights_in_a_mount_of_the_operator_need_no_claim_of_the_chart(mounted: dict[str, Any]) -> None:
+    render(profile("cpu-demo", models={"m": {"path": "/models/ours/m"}}, **mounted))
+
+    with pytest.raises(helm.HelmRenderError, match=r"weights\.existingClaim: name the claim"):
+        render(profile("cpu-demo", models={"m": {"path": "/models/ours-too/m"}}, **mounted))
+
+
+def test_what_is_wrong_for_several_pods_is_told_once() -> None:
+    """The cache of all pods is too small for each of two pools."""
+    pools = [POOL, POOL | WARM | {"gpuClass": POOL["gpuClass"]}]
+    with pytest.raises(helm.HelmRenderError) as refused:
+        render(profile("cpu-demo", models={"m": {"hub": "Qwen/Qwen3-14B"}}, workers=pools))
+
+    assert str(refused.value).count("cache.size: Qwen/Qwen3-14B has about 28 GB") == 1
 
 
 def test_a_group_whose_pods_would_have_names_too_long_is_refused() -> None:

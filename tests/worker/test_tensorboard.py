@@ -64,12 +64,28 @@ def test_a_call_that_failed_leaves_nothing_before_its_retry(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "folder"), [("first", "first-ftjob-1"), ("../../etc", ".._.._etc-ftjob-1"), ("é" * 128, "_-ftjob-1")]
-)  # fmt: skip
+    ("name", "folder"),
+    [
+        ("first", "first-ftjob-1"),
+        ("../../etc", ".._.._etc-ftjob-1"),
+        ("é" * 128, "é" * 123 + "-ftjob-1"),  # 254 bytes
+    ],
+)
 def test_the_folder_of_a_run_is_in_that_of_its_project(name: str, folder: str, tmp_path: Path) -> None:
     TensorBoardExporter(tmp_path).start(RunInfo("ftjob-1", "colours", name, None, (), {}))
 
     assert written(tmp_path).parent == tmp_path / "colours" / folder
+
+
+@pytest.mark.parametrize(
+    ("project", "folder"),
+    [("研究", "研究"), ("製品", "製品"), ("研" * 128, "研" * 85), ("..", "_"), ("a/b", "a_b")],
+)
+def test_a_project_has_a_folder_of_its_own(project: str, folder: str, tmp_path: Path) -> None:
+    """Letters of all languages are kept, and a name has at most 255 bytes."""
+    TensorBoardExporter(tmp_path).start(RunInfo("ftjob-1", project, "ftjob-1", None, (), {}))
+
+    assert written(tmp_path).parent == tmp_path / folder / "ftjob-1"
 
 
 def test_tensorboard_reads_every_step_of_all_attempts_once(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 from sqlalchemy.exc import DBAPIError
 
 from core.database.migrate import InvalidDatabaseUrl
+from core.masking import hide_secrets
+from core.outages import Resource, outage
 from core.settings import Settings
 from core.storage import backup
+from core.storage.store import setting_of
 from worker.cli.parser import UsageError
 from worker.cli.service import check_blobs, configured, database_fails, open_blobs_of
 
@@ -54,3 +57,10 @@ def _refusals(settings: Settings) -> Iterator[None]:
         raise database_fails(settings, cause) from cause
     except (backup.BackupFailed, OSError) as refused:
         raise UsageError(str(refused)) from refused
+    except Exception as cause:  # of S3's library
+        setting = setting_of(cause, settings)
+        if setting is None and outage(cause) is not Resource.BLOB_STORE:
+            raise
+        raise UsageError(
+            f"{setting or 'REGRAFT_BLOB_URL'}: {hide_secrets(settings.blobs)}: {cause}"
+        ) from cause

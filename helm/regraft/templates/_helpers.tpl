@@ -696,6 +696,21 @@ is a fifth of the product.
 {{- mulf $bytes $billions -}}
 {{- end -}}
 
+{{/* Not empty: the path is in a mount of extraVolumeMounts or of a podTemplate, of all pods, of a pool or of inference. Takes (dict "root" $ "path" "…"). */}}
+{{- define "regraft.isMounted" -}}
+{{- $path := .path -}}
+{{- $v := .root.Values -}}
+{{- $mounts := $v.extraVolumeMounts -}}
+{{- range concat (list $v $v.inference) $v.workers $v.inference.models $v.samplers.fleets -}}
+{{- range dig "spec" "containers" list (.podTemplate | default dict) -}}
+{{- $mounts = concat $mounts (.volumeMounts | default list) -}}
+{{- end -}}
+{{- end -}}
+{{- range $mounts -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" $path) -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Everything that the schema cannot see, because it spans values. All of it at once, so that one run tells it all. */}}
 {{- define "regraft.check" -}}
 {{- $wrong := list -}}
@@ -758,6 +773,25 @@ is a fifth of the product.
 {{- if and .annotations (ne (include "regraft.createsAccount" .) "true") -}}
 {{- $wrong = append $wrong (printf "%s.serviceAccount.annotations: are for the account that the chart creates; annotate your own, %s, and remove them" $name (.name | default "default")) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $accounts := dict -}}
+{{- range $component := include "regraft.accountOwners" . | fromJsonArray -}}
+{{- $name := include "regraft.account" (dict "root" $ "component" $component) -}}
+{{- $_ := set $accounts $name (append (get $accounts $name | default list) $component) -}}
+{{- end -}}
+{{- range $name, $owners := $accounts -}}
+{{- $creators := list -}}
+{{- range $owners -}}
+{{- if eq (include "regraft.createsAccount" (index $v (ternary "samplers" . (eq . "sampler"))).serviceAccount) "true" -}}
+{{- $creators = append $creators . -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (len $creators) 1 -}}
+{{- $wrong = append $wrong (printf "serviceAccount.create: %s would each create the account %s; set create to false for all but one of them, or give them different names" (join " and " $creators) $name) -}}
+{{- end -}}
+{{- if and (has "dispatcher" $owners) (gt (len $owners) 1) (ne $name "default") -}}
+{{- $wrong = append $wrong (printf "dispatcher.serviceAccount.name: the pods of %s have the account %s, too, and would have the rights of the dispatcher; give it an account of its own" (without $owners "dispatcher" | join " and ") $name) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.dispatcher.enabled $v.networkPolicy.enabled (not $v.networkPolicy.kubernetesApi.to) (not $v.networkPolicy.cilium.enabled) -}}
@@ -927,7 +961,7 @@ is a fifth of the product.
 {{- end -}}
 {{- end -}}
 {{- range $name, $model := $v.models -}}
-{{- if and (hasPrefix "/models/" ($model.path | default "")) (not $v.weights.existingClaim) -}}
+{{- if and (hasPrefix "/models/" ($model.path | default "")) (not $v.weights.existingClaim) (not (include "regraft.isMounted" (dict "root" $ "path" $model.path))) -}}
 {{- $wrong = append $wrong (printf "weights.existingClaim: name the claim with the weights of %s, %s; weights in an image of yours need another path" $name $model.path) -}}
 {{- end -}}
 {{- end -}}
@@ -1103,6 +1137,6 @@ is a fifth of the product.
 {{- $wrong = append $wrong "api.autoscaling.minReplicas: is above maxReplicas" -}}
 {{- end -}}
 {{- if $wrong -}}
-{{- fail (printf "\n\n  %s\n" (join "\n  " $wrong)) -}}
+{{- fail (printf "\n\n  %s\n" (join "\n  " (uniq $wrong))) -}}
 {{- end -}}
 {{- end -}}

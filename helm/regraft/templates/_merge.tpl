@@ -22,7 +22,10 @@
 {{- end -}}
 {{- end -}}
 {{- $container := first $pod.spec.containers -}}
-{{- if not (hasKey $container.resources.requests "ephemeral-storage") -}}
+{{- $limit := get ($container.resources.limits | default dict) "ephemeral-storage" -}}
+{{- /* A request above the limit would be refused; without one Kubernetes requests the limit. */ -}}
+{{- $fits := or (not $limit) (ge (include "regraft.gigabytes" $limit | float64) $disk) -}}
+{{- if and $fits (not (hasKey $container.resources.requests "ephemeral-storage")) -}}
 {{- $_ := set $container.resources.requests "ephemeral-storage" (printf "%dM" (mulf 1000.0 $disk | ceil | int)) -}}
 {{- end -}}
 {{- end -}}

@@ -19,6 +19,8 @@ FILE_VERSION = b"brain.Event:2"
 # bytes).
 EVENT_WALL_TIME, EVENT_STEP, EVENT_FILE_VERSION, EVENT_SUMMARY = 1 << 3 | 1, 2 << 3, 3 << 3 | 2, 5 << 3 | 2
 SUMMARY_VALUE, VALUE_TAG, VALUE_SIMPLE = 1 << 3 | 2, 1 << 3 | 2, 2 << 3 | 5
+# Of a file or folder, on the common filesystems of Linux.
+MAX_NAME_BYTES = 255
 
 
 class TensorBoardExporter:
@@ -73,12 +75,14 @@ def recorded_steps(file: Path) -> Iterator[int]:
 def _run_name(run_info: RunInfo) -> str:
     if run_info.name == run_info.job_id:
         return run_info.job_id
-    return f"{_file_name(run_info.name)}-{run_info.job_id}"
+    job = f"-{run_info.job_id}"
+    return _file_name(run_info.name, MAX_NAME_BYTES - len(job)) + job
 
 
-def _file_name(text: str) -> str:
-    """A text of at most 128 characters as a part of a path, which may have 255 bytes."""
-    return re.sub(r"[^\w .-]+", "_", text, flags=re.ASCII)
+def _file_name(text: str, size: int = MAX_NAME_BYTES) -> str:
+    """A text as a part of a path, with the letters of all languages, in at most `size` bytes."""
+    name = re.sub(r"[^\w .-]+", "_", text).encode()[:size].decode(errors="ignore")
+    return name if name.strip(".") else "_"
 
 
 def _event(content: bytes) -> bytes:
