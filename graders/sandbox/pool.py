@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from json.decoder import scanstring
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any, Literal, TypeVar
@@ -832,19 +831,22 @@ def _call_result(text: str) -> CallOutcome:
     return CallOutcome("bad_result", reason="its result is not one that call() can give")
 
 
+_JSON = json.JSONDecoder()
+
+
 def _two_texts(text: str) -> tuple[str, str] | None:
     """The output and the state in a result, as the sandbox writes them; None: it is another JSON."""
-    first, between = '{"output": "', ', "state": "'
-    if not text.startswith(first):
-        return None
-    try:
-        output, end = scanstring(text, len(first))
-        if not text.startswith(between, end):
+    texts: list[str] = []
+    end = 0
+    for head in ('{"output": ', ', "state": '):
+        if not text.startswith(head + '"', end):
             return None
-        state, end = scanstring(text, end + len(between))
-    except ValueError:
-        return None
-    return (output, state) if text[end:] == "}" else None
+        try:
+            value, end = _JSON.raw_decode(text, end + len(head))  # a text, since it begins as one
+        except ValueError:
+            return None
+        texts.append(value)
+    return (texts[0], texts[1]) if text[end:] == "}" else None
 
 
 def _result(text: str, output: str, length: int) -> GradeOutcome:
