@@ -23,7 +23,14 @@ _SECRET_OBJECT = re.compile(
     r"[\w.-]*(?:credentials?|secrets?|auth|authorization|authentication)", re.IGNORECASE
 )
 # Objects whose keys are the user's own names, or those of a schema.
-_OWN_NAMES = ("graders", "properties")
+_OWN_NAMES = (
+    "graders",
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "$defs",
+    "definitions",
+)
 _HEADERS = re.compile(r"[\w.-]*headers", re.IGNORECASE)
 # In the query of a URL also short names that mean something else in other places.
 _QUERY_NAME = re.compile(

@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 
 from core.database.pages import Page
 from core.step_metrics import StepMetrics
+from core.storage.datasets import is_nested_too_deeply
 from core.strict import StrictModel
 
 T = TypeVar("T")
@@ -22,6 +23,8 @@ T = TypeVar("T")
 MAX_KEYS = 5_000
 # No body with fewer characters has an object of more keys: one takes at least six (`"":0, `).
 _FEW = 6 * MAX_KEYS
+# Of objects and arrays in each other: pydantic writes 254, some of which are those around the value in a response.
+MAX_LEVELS = 200
 
 
 class Body(StrictModel):
@@ -44,6 +47,8 @@ class Body(StrictModel):
             raise ValueError("the body nests objects and arrays too deeply") from None
         except ValueError:  # 1e999
             raise ValueError("the body contains a number beyond 1.8e308, which is infinity") from None
+        if text.count("{") + text.count("[") > MAX_LEVELS and is_nested_too_deeply(sent, MAX_LEVELS):
+            raise ValueError(f"the body nests objects and arrays in more than {MAX_LEVELS} levels")
         if len(text) > _FEW:
             _refuse_many_keys(sent)
         return sent

@@ -198,7 +198,7 @@ class Advance:
     async def _start_job(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
         project, service = self.project, self.service
         body = parsed_job(of_pipeline(spec, pipeline.id, stage["name"]), stage["name"])
-        await job_checks.refuse_unusable(body, service, project)
+        body = await job_checks.usable_body(body, service, project)
         accepted = await to_thread.run_sync(job_checks.accept, body, service, project)
         earlier = await to_thread.run_sync(job_checks.earlier_runs, body, accepted.model, project, service)
         parts = None if body.validation_split is None else await self._split(body, body.validation_split)
@@ -221,7 +221,10 @@ class Advance:
         budget = sweep.gpu_seconds(Price.of(service.settings))  # a later change of the price does not move it
         sent = [of_pipeline(job, pipeline.id, stage["name"]) for job in sweep.jobs]
         bodies = [parsed_job(job, stage["name"]) for job in sent]
-        await job_checks.refuse_unusable(bodies[0], service, project)  # all have the same grader
+        # All have the same grader and the same tools.
+        usable = await job_checks.usable_body(bodies[0], service, project)
+        if tools := usable.reinforcement("A sweep").tools:
+            bodies = [body.with_tools(tools) for body in bodies]
 
         def accepted(body: JobCreate) -> tuple[JobCreate, Accepted, EarlierRuns]:
             model = job_checks.accept(body, service, project)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.resources.job_body import TAKES_JOB, JobCreate
-from api.resources.job_checks import preview_of, refuse_unusable, start, usable_model
+from api.resources.job_checks import preview_of, start, usable_body, usable_model
 from api.resources.job_shapes import PreviewedOut
 from api.resources.validation_split import refuse_few_left
 from core.asgi import until_gone
@@ -141,8 +141,8 @@ async def estimate_job(
     """Estimate the job that this body would create. Nothing is created."""
 
     async def estimated() -> EstimateOut:
-        await refuse_unusable(body, service, project)
-        return await in_reader(service, project, partial(_estimate, body, project, service))
+        usable = await usable_body(body, service, project)
+        return await in_reader(service, project, partial(_estimate, usable, project, service))
 
     made = await until_gone(request.receive, estimated())
     return Response(status_code=499) if made is None else made
@@ -220,7 +220,7 @@ def _offline(body: JobCreate, project: Project, service: Service) -> EstimateOut
 
 
 def estimate_inputs(body: JobCreate, project: Project, service: Service) -> EstimateInputs:
-    """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
+    """Read the inputs of the job, with the validation of job creation that follows `usable_body`."""
     reinforcement = body.reinforcement("A preview")
     name, _ = start(body, service, project)
     model = usable_model(body, name, service)

@@ -111,7 +111,7 @@ async def refuse(
     Raises:
         TooManyAtOnce: the project's queue for these is full.
     """
-    # Creating and validating a job do not watch for a disconnect, and may wait here for minutes.
+    # Creating a pipeline does not watch for a disconnect, and may wait here for minutes.
     body_is_read()
     if not in_job:
         refuse_reward_models(spec, param)

@@ -1,6 +1,6 @@
 """The body of a request for a job, as POST /v1/fine_tuning/jobs reads it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -20,7 +20,7 @@ from pydantic_core import PydanticKnownError
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored, ResolvedReference, ResolvesGraders
 from api.resources.integrations import Integrations
-from api.resources.job_tools import AgentEnvironment, EpisodeSteps, JobTools
+from api.resources.job_tools import AgentEnvironment, EpisodeSteps, JobTools, ToolSpec
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs import budgets, methods, offline_hyperparameters
 from core.jobs.budgets import Price
@@ -382,6 +382,11 @@ class JobCreate(Body):
                 code="unsupported_method",
             )
         return self.method.reinforcement
+
+    def with_tools(self, tools: Sequence[ToolSpec]) -> Self:
+        """The same request for a job with tools, with these in their place."""
+        asked = self.reinforcement("A tool").model_copy(update={"tools": list(tools)})
+        return self.model_copy(update={"method": self.method.model_copy(update={"reinforcement": asked})})
 
     def method_body(self) -> dict[str, Any]:
         """The object of the method as the job stores and shows it."""

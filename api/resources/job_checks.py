@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from api.http.deps import Service
 from api.http.schema_checks import refuse_unusable_schema
 from api.resources.graders import refuse
 from api.resources.integrations import to_rows
 from api.resources.job_body import MAX_MULTIPLIER, JobCreate, Method, Reinforcement
-from api.resources.job_tools import refuse_unusable_tools
+from api.resources.tool_checks import usable_tools
 from core.database.tables import GraderAudit, Preview, Project
 from core.errors import InvalidRequest, NotFound
 from core.jobs import distillation, estimates, full, methods, resources
@@ -30,6 +30,8 @@ from core.storage import files
 from core.stored_graders import behavior_of
 from graders.build import reward_model_parts
 from graders.spec import dump
+
+AJob = TypeVar("AJob", bound=JobCreate)
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,23 @@ def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service
         return previews.matching(session, project.id, training.sha256, wanted)
 
 
-async def refuse_unusable(body: JobCreate, service: Service, project: Project) -> None:
+async def usable_body(body: AJob, service: Service, project: Project) -> AJob:
     """Reject a grader or a tool that this server cannot run, and a schema that cannot be enforced.
 
-    Reads the functions of MCP servers into the tools of the body.
-
     Together with `accept` these are the validation rules of a job. A queued check holds no thread.
+
+    Returns:
+        The body, whose tools of MCP servers have the functions that were read from them.
     """
     asked = body.method.reinforcement
     if asked is None:
-        return
+        return body
     await refuse(asked.grader, service, project, GRADER_PARAM, in_job=True)
     if asked.shadow_grader is not None:
         await refuse(asked.shadow_grader, service, project, SHADOW_PARAM)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
-    await refuse_unusable_tools(asked.tools or (), service.backends, project.id)
+    return body.with_tools(await usable_tools(asked.tools, service, project)) if asked.tools else body
 
 
 def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit | None:
@@ -151,7 +154,7 @@ def audit_of(body: JobCreate, project: Project, service: Service) -> GraderAudit
 
 
 def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
-    """Check a request that passed `refuse_unusable` against this installation.
+    """Check a request that passed `usable_body` against this installation.
 
     Creating a job and validating one share these rules.
     """

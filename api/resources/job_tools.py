@@ -1,33 +1,19 @@
-"""`tools` and `environment` in `method.reinforcement` of a job, and the checks of jobs that have one of them."""
+"""`tools` and `environment` in `method.reinforcement` of a job. Their checks are in tool_checks.py."""
 
-import asyncio
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PrivateAttr, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from api.http.masks import refuse_masks
 from core.chat import ToolName
-from core.errors import InvalidParameter, InvalidRequest, NotReady, UnsupportedValue
+from core.errors import InvalidParameter, UnsupportedValue
 from core.jobs.params import TOOLS_PARAM
 from core.jobs.tools import MAX_STEPS
-from core.storage.message_rows import MAX_TOOLS, Problem, tool_problems
+from core.storage.message_rows import MAX_TOOLS
 from core.strict import StrictModel, only
-from graders.backends import Backends
-from graders.calls import CallRetryPolicy
-from graders.endpoint import Endpoints, checked_headers, checked_url, url_problem
-from graders.environments.catalog import find
-from graders.sandbox.entries import CALL
-from graders.sandbox.pool import SandboxFailed, SandboxUnavailable, refusal, shared
+from graders.endpoint import checked_headers, checked_url
 from graders.spec import MAX_HEADERS, Source
 from graders.template import quoted
-from graders.tools.mcp import functions_of
-from graders.tools.mcp_wire import McpGone, McpRefused, McpServer, McpWire
-
-# The client waits for the job.
-AT_CREATE = CallRetryPolicy(retries=1, retries_after_silence=0)
-AT_CREATE_S = 10.0
 
 _OURS = "idempotency-key"
 
@@ -58,6 +44,10 @@ def _without_protocol(headers: dict[str, str]) -> dict[str, str]:
     return _without_ours(headers)
 
 
+def _not_of_a_request(value: Any) -> None:
+    """The functions are read from the server: those in a request have no effect."""
+
+
 class McpToolSpec(StrictModel):
     """The tools of an MCP server, in the form of OpenAI's Responses. The headers are secrets, which responses mask."""
 
@@ -77,21 +67,15 @@ class McpToolSpec(StrictModel):
     require_approval: Annotated[Literal["never"] | None, only("never")] = None
     functions: Annotated[
         list[dict[str, Any]] | None,
+        BeforeValidator(_not_of_a_request),
         Field(
             description="The functions of the server in OpenAI's format, as they were read when the job was created. "
             "A value in a request has no effect."
         ),
     ] = None
 
-    _read: list[dict[str, Any]] | None = PrivateAttr(default=None)  # `functions` of the server
-
     def to_row(self) -> dict[str, Any]:
-        row = self.model_dump(mode="json", exclude_none=True, exclude={"require_approval", "functions"})
-        return row if self._read is None else row | {"functions": self._read}
-
-    def has_functions(self, read: list[dict[str, Any]]) -> None:
-        """Note the functions that were read from the server."""
-        self._read = read
+        return self.model_dump(mode="json", exclude_none=True, exclude={"require_approval"})
 
 
 MAX_LEASE_S = 86_400
@@ -146,7 +130,8 @@ ToolSpec = Annotated[
 ]
 
 
-def _repeated(name: str) -> str:
+def repeated(name: str) -> str:
+    """The message for a name that an earlier tool has."""
     return f"Invalid value for '{TOOLS_PARAM}': the name '{name}' is already in the list."
 
 
@@ -157,7 +142,7 @@ def _distinct(tools: list[ToolSpec]) -> list[ToolSpec]:
         name = str(getattr(tool, key))
         if (key, name) in seen:
             param = f"{TOOLS_PARAM}[{number}].{key}"
-            raise InvalidParameter(_repeated(name), param=param, code="invalid_value")
+            raise InvalidParameter(repeated(name), param=param, code="invalid_value")
         seen.add((key, name))
     return tools
 
@@ -171,84 +156,3 @@ JobTools = Annotated[
     BeforeValidator(_none_for_empty),
 ]
 EpisodeSteps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="Calls of the policy in an episode.")]
-
-
-async def refuse_unusable_tools(tools: Sequence[ToolSpec], backends: Backends, owner: str) -> None:
-    """Check the tools of a job against this installation, and read the functions of MCP servers into them.
-
-    Args:
-        owner: the project, whose processes compile the sources of python tools.
-
-    Raises:
-        InvalidRequest: a tool has the mask of a secret or a server that is not called here, a source does not
-            compile, or a server cannot be called or has functions that a model cannot have.
-    """
-    taken = {tool.name for tool in tools if not isinstance(tool, McpToolSpec)}
-    for number, tool in enumerate(tools):
-        param = f"{TOOLS_PARAM}[{number}]"
-        refuse_masks(tool.to_row(), param)
-        if isinstance(tool, PythonToolSpec):
-            await _refuse_source(tool, param, backends, owner)
-            continue
-        if problem := url_problem(tool.server_url, backends.endpoints, "Tools"):
-            raise InvalidRequest(problem, param=f"{param}.server_url")
-        if isinstance(tool, McpToolSpec):
-            assert backends.endpoints is not None, "or there was a problem"
-            functions = await _functions(tool, param, backends.endpoints)
-            tool.has_functions(functions)
-            for name in (function["function"]["name"] for function in functions):
-                if name in taken:
-                    raise InvalidRequest(_repeated(name), param=param, code="invalid_value")
-                taken.add(name)
-
-
-async def _refuse_source(tool: PythonToolSpec, param: str, backends: Backends, owner: str) -> None:
-    """Raise InvalidRequest for a python tool that this installation cannot run."""
-    if unsafe := await asyncio.to_thread(refusal):
-        message = f"This server cannot run python tools safely: {unsafe}"
-        raise InvalidRequest(message, param=f"{param}.type")
-    environment = find(backends.environments)
-    try:
-        error = await asyncio.wrap_future(shared().compile_error(tool.source, environment, owner, CALL))
-    except (SandboxUnavailable, SandboxFailed) as cause:
-        raise NotReady(f"The source of the tool '{tool.name}' could not be checked: {cause}") from None
-    if error:
-        message = f"Invalid value for '{param}.source': {error}."
-        raise InvalidRequest(message, param=f"{param}.source", code="invalid_value")
-
-
-async def _functions(tool: McpToolSpec, param: str, endpoints: Endpoints) -> list[dict[str, Any]]:
-    """The functions of the server, in OpenAI's format."""
-    wire = McpWire(McpServer.of(tool.to_row()), endpoints, patience=AT_CREATE, timeout_s=AT_CREATE_S)
-    try:
-        session = await wire.open()
-        try:
-            listed = await wire.tools(session)
-        finally:
-            await wire.close(session)
-    except (McpGone, McpRefused) as cause:
-        message = f"The tools of the MCP server '{tool.server_label}' could not be read: {cause}"
-        raise InvalidRequest(message, param=f"{param}.server_url") from None
-    names = {one.get("name") for one in listed}
-    for name in tool.allowed_tools or ():
-        if name not in names:
-            message = f"The MCP server '{tool.server_label}' has no tool {quoted(name)}."
-            raise InvalidRequest(message, param=f"{param}.allowed_tools")
-    functions = functions_of(listed, tool.allowed_tools)
-    if not functions:
-        message = f"The MCP server '{tool.server_label}' has no tools."
-        raise InvalidRequest(message, param=f"{param}.server_url")
-    for path, problem in (*tool_problems({"tools": functions}), *_schema_problems(functions)):
-        message = (
-            f"The MCP server '{tool.server_label}' has tools that a model cannot have: {path} {problem}. Leave such "
-            "tools out with 'allowed_tools'."
-        )
-        raise InvalidRequest(message, param=f"{param}.allowed_tools")
-    return functions
-
-
-def _schema_problems(functions: Sequence[dict[str, Any]]) -> Iterator[Problem]:
-    """Yield a problem for each function whose arguments need headers of the request, which are not sent."""
-    for number, function in enumerate(functions):
-        if '"x-mcp-header"' in json.dumps(function["function"]["parameters"]):
-            yield f"tools[{number}].function.parameters", "has x-mcp-header, which is not supported"

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, Field, ValidationError
 
 from api.http.deps import ReadProject, Service, ServiceDep
@@ -14,7 +15,8 @@ from api.http.shapes import Body
 from api.http.stored_graders import ResolvesGraders
 from api.http.validation_errors import explain
 from api.resources.job_body import GRADER_PATHS, JobCreate
-from api.resources.job_checks import accept, audit_of, refuse_unusable
+from api.resources.job_checks import accept, audit_of, usable_body
+from core.asgi import until_gone
 from core.database.tables import Project
 from core.masking import hide_in_method
 from core.storage import files
@@ -42,11 +44,14 @@ class JobValidation(BaseModel):
 
 @router.post(
     "",
+    response_model=JobValidation,
     responses=refusals(404),
     openapi_extra=FOR_ANY_KEY,
     dependencies=[Depends(ResolvesGraders(*(("job", *path) for path in GRADER_PATHS), keep=True))],
 )
-async def validate_job(body: JobValidate, project: ReadProject, service: ServiceDep) -> JobValidation:
+async def validate_job(
+    request: Request, body: JobValidate, project: ReadProject, service: ServiceDep
+) -> JobValidation | Response:
     """Validate a job as on creation. Nothing is created, and no file is read."""
     # A local file has no id yet; any two distinct ids stand for the two files.
     sent = body.job | {field: f"file-local-{field}" for field in body.local_files}
@@ -55,8 +60,10 @@ async def validate_job(body: JobValidate, project: ReadProject, service: Service
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
         raise explain(complaints, sent, JobCreate.model_fields) from None
-    await refuse_unusable(job, service, project)
-    return await to_thread.run_sync(_validated, job, body.local_files, project, service)
+    usable = await until_gone(request.receive, usable_body(job, service, project))
+    if usable is None:
+        return Response(status_code=499)
+    return await to_thread.run_sync(_validated, usable, body.local_files, project, service)
 
 
 def _validated(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
@@ -17,8 +17,9 @@ from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, Listing, clamped, ends
 from api.resources import validation_split
 from api.resources.job_body import TAKES_JOB, BudgetChange, JobCreate
-from api.resources.job_checks import Accepted, EarlierRuns, accept, earlier_runs, refuse_unusable
+from api.resources.job_checks import Accepted, EarlierRuns, accept, earlier_runs, usable_body
 from api.resources.job_shapes import CheckpointOut, EventOut, JobOut
+from core.asgi import until_gone
 from core.database.engine import Work
 from core.database.tables import Job, Project
 from core.jobs import events, fairness, integrations, lifecycle
@@ -43,11 +44,13 @@ def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
 
 @router.post("", response_model=JobOut, responses=refusals(404), dependencies=[REPLAYS_FIRST, *TAKES_JOB])
 async def create_job(
-    body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
-) -> JobOut | JSONResponse:
+    request: Request, body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
+) -> JobOut | Response:
     """Create a fine-tuning job."""
-    await refuse_unusable(body, service, project)
-    made = partial(_created, body, project, service, once)
+    usable = await until_gone(request.receive, usable_body(body, service, project))
+    if usable is None:
+        return Response(status_code=499)
+    made = partial(_created, usable, project, service, once)
     if body.validation_split is None:
         return await to_thread.run_sync(made)
     return await service.admission.file_reads.in_thread(project.id, made, service.file_readers)
@@ -92,7 +95,7 @@ def added(
     earlier: EarlierRuns,
     parts: validation_split.SplitFiles | None = None,
 ) -> Job:
-    """Create the job in a transaction. The body passed `refuse_unusable`; `accept` and `earlier_runs` made the rest.
+    """Create the job in a transaction. The body passed `usable_body`; `accept` and `earlier_runs` made the rest.
 
     Raises:
         InvalidRequest: there is no such file, or none of training data.

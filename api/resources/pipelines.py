@@ -243,7 +243,7 @@ async def _refuse_job(
     try:
         is_method_known = not any(path.startswith(".method") for path in named)
         if is_method_known and not is_grader_known:
-            await job_checks.refuse_unusable(job, service, project)
+            job = await job_checks.usable_body(job, service, project)
         if named.isdisjoint((".model", f".{TEACHER_PARAM}")):
             await to_thread.run_sync(job_checks.accept, job, service, project)
         await to_thread.run_sync(_refuse_files, job, named, service, project)

@@ -16,6 +16,8 @@ from graders.tools.turns import EpisodeTools, Message
 from graders.types import ErrorKind, Grade, Sample
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
+# The longest tokens of vocabularies have 128 characters (Qwen, Llama 3). This process has no tokenizer.
+MAX_TOKEN_CHARACTERS = 256
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Completion:
 
     @classmethod
     def of_answer(cls, answer: Mapping[str, Any]) -> "Completion":
-        """The completion that an earlier preview has stored."""
+        """The completion that an earlier preview of a job without tools has stored."""
         return cls(
             text=answer["output_text"],
             cut_off=answer["finish_reason"] == "length",
@@ -51,11 +53,6 @@ class Completion:
             tokens=answer["completion_tokens"],
             reasoning=answer["output_reasoning"] or "",
             tool_calls=answer["output_tools"],
-            episode=None
-            if answer["stop"] is None
-            else Episode(
-                tuple(answer["conversation"]), (), answer["stop"], answer["trace_id"], answer["problem"]
-            ),
         )
 
     @property
@@ -125,9 +122,12 @@ Complete = Callable[[dict[str, Any]], Awaitable[Completion]]
 
 
 async def play_episode(
-    complete: Complete, chat: dict[str, Any], tools: EpisodeTools, steps: int
+    complete: Complete, chat: dict[str, Any], tools: EpisodeTools, steps: int, context: int
 ) -> Completion:
     """Sample an episode of at most `steps` answers.
+
+    Args:
+        context: of the model, in tokens.
 
     Raises:
         InvalidRequest: most of the newest calls of a tool failed.
@@ -135,6 +135,9 @@ async def play_episode(
     answers: list[Completion] = []
 
     async def ask(messages: Sequence[Message]) -> ChatAnswer:
+        results = sum(len(message["content"]) for message in messages if message["role"] == "tool")
+        if results > context * MAX_TOKEN_CHARACTERS:
+            raise ContextIsFull
         try:
             answer = await complete(chat | {"messages": [*chat["messages"], *messages]})
         except InvalidRequest as refused:

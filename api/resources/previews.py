@@ -30,7 +30,7 @@ from api.resources.drawn_rows import draw_rows
 from api.resources.estimates import EstimateInputs, Size
 from api.resources.graders import TIMEOUT_S
 from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
-from api.resources.job_checks import refuse_unusable
+from api.resources.job_checks import usable_body
 from api.resources.preview_answers import Completion, complete, play_episode
 from core.asgi import until_gone
 from core.chat import Chat, Served
@@ -308,13 +308,25 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     wanted = previews.parts_of(
         body.model, asked.model, body.method_body(), asked.settings, asked.training.sha256
     )
-    with service.database.read() as session:
-        earlier = previews.sampled(session, project.id, asked.training.sha256, wanted, _drawn(body))
-    answered = None
-    if earlier is not None and earlier.report is not None:
-        completions = [Completion.of_answer(answer) for answer in earlier.answers or []]
-        answered = earlier.id, completions, earlier.report["sampling"]["seconds"]
+    answered = _earlier(body, project, service, asked, wanted)
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
+
+
+def _earlier(
+    body: PreviewCreate, project: Project, service: Service, inputs: EstimateInputs, wanted: dict[str, str]
+) -> tuple[str, Sequence["Completion"], float] | None:
+    """The earlier preview whose answers this one grades; None: it samples its own.
+
+    Those of a job with tools are never graded again: what the tools did may differ now, and headers are not compared.
+    """
+    if body.reinforcement(PREVIEW).tools is not None:
+        return None
+    with service.database.read() as session:
+        earlier = previews.sampled(session, project.id, inputs.training.sha256, wanted, _drawn(body))
+    if earlier is None or earlier.report is None:
+        return None
+    completions = [Completion.of_answer(answer) for answer in earlier.answers or []]
+    return earlier.id, completions, earlier.report["sampling"]["seconds"]
 
 
 def _refuse_mismatch(body: PreviewCreate, rows: Sequence[Example]) -> None:
@@ -399,12 +411,12 @@ async def create_preview(
 
     The inference server samples the answers with the job's parameters, and the job's grader judges them. Tokens of
     judges count towards the project's limit. Answers of an earlier preview that differs only in its grader are graded
-    instead of sampled again.
+    instead of sampled again, unless the job has tools.
     """
 
     async def read() -> Prepared:
-        await refuse_unusable(body, service, project)
-        return await sizes.in_reader(service, project, partial(_prepared, body, project, service))
+        usable = await usable_body(body, service, project)
+        return await sizes.in_reader(service, project, partial(_prepared, usable, project, service))
 
     prepared = await until_gone(request.receive, read())
     if prepared is None:
@@ -453,12 +465,14 @@ def list_preview_answers(
         first = next((place + 1 for place in range(len(stored)) if _answer_id(place) == after), 0)
         if not first:
             raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
-    sizes = {line: len(json.dumps(item)) for line, item in items.items()}
+    sizes = {
+        line: len(json.dumps(item)) for line, item in items.items()
+    }  # of the rows, which each answer repeats
     found: list[PreviewAnswerOut] = []
     listed = 0
     for place in range(first, min(first + most, len(stored))):
         one = stored[place]
-        listed += sizes.get(one["line"], 0) + len(one["output_text"]) + len(one["reason"])
+        listed += sizes.get(one["line"], 0) + len(json.dumps(one | {"item": None}))
         if found and listed > MAX_LISTED_BYTES:
             break
         found.append(PreviewAnswerOut(id=_answer_id(place), **one | {"item": items.get(one["line"])}))
@@ -590,7 +604,8 @@ async def _sampled(
         else:
             trace = trace_id(preview_id, "preview", row.line, 0, member)
             episode = EpisodeTools(tools, row.tools, row.item, trace)
-            completion = await play_episode(one, chat, episode, prepared.steps)
+            context = prepared.inputs.model.context
+            completion = await play_episode(one, chat, episode, prepared.steps, context)
         progress.one_sampled()
         return completion
 

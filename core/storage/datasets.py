@@ -275,10 +275,10 @@ def _example(number: int, row: dict[str, Any], form: "RowForm") -> Iterator[Exam
         yield Example(number, [stated(message) for message in form.messages(row)], row)
 
 
-def is_nested_too_deeply(row: Any) -> bool:
-    """Whether a JSON value has more than MAX_DEPTH levels, beyond which a response cannot be written."""
+def is_nested_too_deeply(row: Any, most: int = MAX_DEPTH) -> bool:
+    """Whether a JSON value has more than `most` levels: a response has other levels around it, and at most 254."""
     level: list[Any] = [row]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(most + 1):
         level = [
             inner
             for value in level

@@ -818,15 +818,35 @@ def _stopped(answer: Mapping[str, Any], limits: SandboxLimits, what: str) -> tup
 
 
 def _call_result(text: str) -> CallOutcome:
-    """Parse the result of a tool, which is as untrusted as that of a grader."""
-    match _parsed(text):
-        case None if not text:
-            return CallOutcome("crash", reason="it ended without an output")
-        case {"output": str(output), "state": str(state), **rest} if not rest:
-            return CallOutcome("ok", output, state)
-        case result if (failed := _failed(result)) is not None:
-            return CallOutcome(failed[0], reason=failed[1])
+    """Parse the result of a tool, which is as untrusted as that of a grader.
+
+    It may have 14 MiB, which as lists of lists would take hundreds of MiB, so its two texts are all that is read of it.
+    """
+    if not text:
+        return CallOutcome("crash", reason="it ended without an output")
+    if (texts := _two_texts(text)) is not None:
+        return CallOutcome("ok", *texts)
+    if len(text) <= GRADE.result_bytes and (failed := _failed(_parsed(text))) is not None:
+        return CallOutcome(failed[0], reason=failed[1])
     return CallOutcome("bad_result", reason="its result is not one that call() can give")
+
+
+_JSON = json.JSONDecoder()
+
+
+def _two_texts(text: str) -> tuple[str, str] | None:
+    """The output and the state in a result, as the sandbox writes them; None: it is another JSON."""
+    texts: list[str] = []
+    end = 0
+    for head in ('{"output": ', ', "state": '):
+        if not text.startswith(head + '"', end):
+            return None
+        try:
+            value, end = _JSON.raw_decode(text, end + len(head))  # a text, since it begins as one
+        except ValueError:
+            return None
+        texts.append(value)
+    return (texts[0], texts[1]) if text[end:] == "}" else None
 
 
 def _result(text: str, output: str, length: int) -> GradeOutcome:

@@ -531,8 +531,8 @@ def _checked_call(value: Any) -> bytes:
         return _error("value", "call() must return a tuple: the output, and the state of the episode")
     output, state = value
     try:
-        text = output if type(output) is str else json.dumps(output, allow_nan=False)
-        kept = json.dumps(state, allow_nan=False)
+        text = output if type(output) is str else json.dumps(output, allow_nan=False, ensure_ascii=False)
+        kept = json.dumps(state, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as cause:
         return _error("value", f"the output and the state of call() must be JSON: {cause}")
     return json.dumps({"output": text, "state": kept}).encode()

@@ -128,7 +128,6 @@ class McpTools:
                     opening.session = session
                     listed = await wire.tools(session, trace_id)
                 except McpRefused as refused:
-                    opening.session = None
                     raise McpGone(str(refused)) from None
                 self._refuse_others(label, listed)
         return opening.session

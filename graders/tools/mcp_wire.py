@@ -4,6 +4,7 @@ A server of 2026-07-28 has no sessions: each request has all that it needs in `_
 `open` begins and `close` ends. https://modelcontextprotocol.io/specification
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +16,16 @@ from typing import Any
 import httpx
 
 from core.masking import hide_in_error, mask_values, secrets_of
-from core.outbound.http import UrlNotAllowed
-from graders.calls import AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
+from core.outbound.http import UrlNotAllowed, is_passing
+from graders.calls import (
+    AnswerTooLong,
+    CallRetryPolicy,
+    NoAnswer,
+    RateLimit,
+    Reply,
+    post,
+    quoted_reply,
+)
 from graders.endpoint import Endpoints
 from graders.tools.protocol import MAX_BYTES, PATIENCE, PER_SECOND, TIMEOUT_S
 
@@ -24,12 +33,22 @@ STATELESS = "2026-07-28"
 WITH_SESSIONS = ("2025-11-25", "2025-06-18", "2025-03-26")  # calls of tools are the same in these
 CLOSE_S = 10.0
 MAX_PAGES = 100
+MAX_LISTED = 1024  # tools on all pages: each page may have a megabyte
 CLIENT = {"name": "regraft", "version": "1"}
 META = "io.modelcontextprotocol/"
 
 
+# What a server answers that does not know the method or the revision. Others, such as 401, say nothing of either.
+_OF_OLDER = (400, 404, 405, 415)
+
+
 class McpRefused(Exception):
     """The server has refused a request; the message may be shown to the model."""
+
+    def __init__(self, message: str, status: int) -> None:
+        """`status`: of the HTTP response, which may be 200 for an error of JSON-RPC."""
+        super().__init__(message)
+        self.status = status
 
 
 class McpTooLong(McpRefused):
@@ -38,6 +57,10 @@ class McpTooLong(McpRefused):
 
 class McpGone(Exception):
     """The server gave no answer to a request, or none that can be read."""
+
+
+class McpUnusable(McpGone):
+    """The server has answered, and not as a server that is supported here. It does not pass by itself."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +147,15 @@ class McpWire:
         reply = await self._post(self._request("initialize", asked), {})
         agreed = self._result(reply).get("protocolVersion")
         if agreed not in WITH_SESSIONS:
-            raise McpGone(f"it speaks the revision {str(agreed)[:64]!r} of MCP, which is not supported")
+            revision = self._quoted(str(agreed)[:64])
+            raise McpUnusable(f"it speaks the revision {revision} of MCP, which is not supported")
         session = McpSession(str(agreed), reply.headers.get("mcp-session-id"))
         told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-        await self._post(told, session.headers("notifications/initialized", None))
+        try:
+            await self._post(told, session.headers("notifications/initialized", None))
+        except BaseException:  # also cancelled: nobody else knows the session
+            await self.close(session)
+            raise
         return session
 
     async def close(self, session: McpSession) -> None:
@@ -135,24 +163,30 @@ class McpWire:
         if session.id is None:
             return
         headers = {**self.server.headers, **session.headers("", None)}
-        with suppress(httpx.HTTPError, httpx.InvalidURL, UrlNotAllowed, UnicodeError):
-            async with self._endpoints.connect() as client:
-                await client.delete(self.server.url, headers=headers, timeout=CLOSE_S)
+        with suppress(TimeoutError, httpx.HTTPError, httpx.InvalidURL, UrlNotAllowed, UnicodeError):
+            async with asyncio.timeout(CLOSE_S), self._endpoints.connect() as client:
+                # Streamed, because the body may be of any length and is not needed.
+                answer = await client.send(
+                    client.build_request("DELETE", self.server.url, headers=headers), stream=True
+                )
+                await answer.aclose()
 
     async def tools(self, session: McpSession, trace_id: str = "") -> list[dict[str, Any]]:
-        """All tools of the server, as it lists them. Raises McpGone and McpRefused."""
+        """All tools of the server, as it lists them. Each has a text as its name. Raises McpGone and McpRefused."""
         found: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         for _ in range(MAX_PAGES):
             page = await self.request(session, "tools/list", cursor, trace_id)
             tools = page.get("tools")
-            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-                raise McpGone("its list of tools is not one")
+            if not isinstance(tools, list) or not all(map(_has_name, tools)):
+                raise McpUnusable("its list of tools is not one")
             found += tools
+            if len(found) > MAX_LISTED:
+                raise McpUnusable(f"it has more than {MAX_LISTED:,} tools")
             if not isinstance(page.get("nextCursor"), str):
                 return found
             cursor = {"cursor": page["nextCursor"]}
-        raise McpGone(f"its list of tools has more than {MAX_PAGES} pages")
+        raise McpUnusable(f"its list of tools has more than {MAX_PAGES} pages")
 
     async def request(
         self,
@@ -183,12 +217,20 @@ class McpWire:
         return self._result(reply)
 
     async def _discover(self) -> bool:
-        """Whether the server speaks 2026-07-28. Older ones refuse the request, each in its way."""
+        """Whether the server speaks 2026-07-28. Older ones refuse the request, each in its way.
+
+        Raises:
+            McpGone, McpRefused: the answer does not tell, such as that to a client without the right key.
+        """
         session = McpSession(STATELESS)
         try:
             found = await self.request(session, "server/discover", {})
-        except McpRefused:
-            return False
+        except McpRefused as refused:
+            if refused.status in _OF_OLDER or 200 <= refused.status < 300:
+                return False
+            if is_passing(refused.status):
+                raise McpGone(str(refused)) from None
+            raise
         versions = found.get("supportedVersions")
         return isinstance(versions, list) and STATELESS in versions
 
@@ -211,7 +253,7 @@ class McpWire:
                     max_bytes=MAX_BYTES,
                 )
         except AnswerTooLong as long:
-            raise McpTooLong(str(long)) from None
+            raise McpTooLong(str(long), 413) from None
         except NoAnswer as silence:
             raise McpGone(
                 f"no answer: {mask_values(hide_in_error(str(silence)), self.server.values)}"
@@ -220,18 +262,23 @@ class McpWire:
     def _result(self, reply: Reply) -> dict[str, Any]:
         message = _message(reply.text)
         if message is not None and isinstance(error := message.get("error"), dict):
-            raise McpRefused(self._quoted(str(error.get("message"))))
+            raise McpRefused(self._quoted(str(error.get("message"))), reply.status)
         if not reply.ok and 400 <= reply.status < 500:
-            raise McpRefused(f"HTTP {reply.status}: {self._quoted(reply.text)}")
+            raise McpRefused(f"HTTP {reply.status}: {self._quoted(reply.text)}", reply.status)
         if not reply.ok:
-            raise McpGone(f"HTTP {reply.status}: {self._quoted(reply.text)}")
+            kind = McpGone if reply.status >= 500 else McpUnusable
+            raise kind(f"HTTP {reply.status}: {self._quoted(reply.text)}")
         result = None if message is None else message.get("result")
         if not isinstance(result, dict):
-            raise McpGone(f"the answer is no response of JSON-RPC: {self._quoted(reply.text)}")
+            raise McpUnusable(f"the answer is no response of JSON-RPC: {self._quoted(reply.text)}")
         return result
 
     def _quoted(self, text: str) -> str:
         return quoted_reply(text, *self.server.values)
+
+
+def _has_name(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("name"), str)
 
 
 def _message(text: str) -> dict[str, Any] | None:

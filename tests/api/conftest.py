@@ -200,9 +200,9 @@ def create_job(api: TestClient) -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def advance(house: House) -> Callable[[], None]:
     """Advance each running pipeline, even if a process has just done so."""
-    driver = PipelineDriver(house.app.state.service)
 
     def advance() -> None:
+        driver = PipelineDriver(house.app.state.service)  # a test may have replaced it
         with house.database.write() as session:
             session.execute(update(Pipeline).values(next_run_at=0.0))
         while house.portal.call(driver.advance_next):

@@ -7,8 +7,11 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
+from api.resources import tool_checks
 from core.database.tables import Job
+from graders.calls import CallRetryPolicy
 from tests.api.conftest import House
+from tests.api.test_job_python_tools import nested
 from tests.api.test_jobs import INSIDE, JOBS, allowing_tools, error, tool
 from tests.graders.mcp_servers import LOOKUP, Drawers, Requests, serving_mcp
 from tests.graders.servers import serving
@@ -90,6 +93,9 @@ def test_a_server_that_is_refused_is_named_and_its_secrets_are_not_quoted(
         ({"has.dot": {"type": "object"}}, "must be 1 to 64 letters"),
         ({}, "has no tools"),
         ({"a": {"type": "object", "properties": {"b": {"x-mcp-header": "B"}}}}, "x-mcp-header"),
+        ({"a": {"type": "object", "properties": {"b": {"type": "nothing"}}}}, "a is not a JSON schema"),
+        ({"a": {"type": "object", "default": nested(64)}}, "in more than 64 levels"),
+        ({f"t{n}": {"type": "object", "title": "x" * 90_000} for n in range(3)}, "at most 262,144"),
     ],
 )
 def test_tools_that_a_model_cannot_have_are_refused(
@@ -129,3 +135,71 @@ def test_a_server_that_is_no_mcp_server_is_refused(
 
     assert error(answer)[0] == f"{INSIDE}.tools[0].server_url"
     assert "HTTP 302" in answer.json()["error"]["message"]
+
+
+def of_raw_tool(listed: str) -> Callable[[str, Any], tuple[int, str]]:
+    """A server of the newest revision whose list of tools is this text."""
+
+    def answer(path: str, sent: Any) -> tuple[int, str]:
+        if sent["method"] == "tools/list":
+            return 200, f'{{"result": {{"tools": {listed}}}}}'
+        return 200, '{"result": {"supportedVersions": ["2026-07-28"]}}'
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [
+        ('[{"name": ["a"]}]', "its list of tools is not one"),
+        ('[{"name": "a", "inputSchema": {"maximum": NaN}}]', "a number that is none in JSON"),
+        ('[{"name": "a", "inputSchema": {"maximum": 1e999}}]', "a number that is none in JSON"),
+        ('[{"name": "a", "description": "\\ud83d"}]', "a lone surrogate"),
+        ('[{"name": "a", "inputSchema": ' + '{"not":' * 248 + "{}" + "}" * 248 + "}]", "more than 64 levels"),
+    ],
+)
+def test_a_list_of_tools_that_could_not_be_stored_as_it_is_is_refused(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    listed: str,
+    problem: str,
+) -> None:
+    allowing_tools(house, "127.0.0.1")
+    with serving(of_raw_tool(listed)) as url:
+        answer = api.post(JOBS, json=job_request(reinforcement={"tools": [mcp(url)]}))
+
+    assert answer.status_code == 400, answer.text
+    assert problem in answer.json()["error"]["message"]
+    assert api.get(JOBS).json()["data"] == []
+
+
+@pytest.mark.parametrize(("status", "answered"), [(503, 503), (401, 400), (429, 503)])
+def test_a_server_that_may_answer_later_is_unavailable_and_one_that_refuses_is_a_mistake(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    answered: int,
+) -> None:
+    monkeypatch.setattr(tool_checks, "AT_CREATE", CallRetryPolicy(retries=0))
+    allowing_tools(house, "127.0.0.1")
+    with serving(lambda path, sent: (status, "")) as url:
+        answer = api.post(JOBS, json=job_request(reinforcement={"tools": [mcp(url)]}))
+
+    assert error(answer, answered)[0] == f"{INSIDE}.tools[0].server_url"
+
+
+def test_the_servers_of_a_job_have_one_limit_of_time(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tool_checks, "SERVERS_S", 0.0)
+    allowing_tools(house, "127.0.0.1")
+    with serving_mcp() as (url, _):
+        answer = api.post(JOBS, json=job_request(reinforcement={"tools": [mcp(url)]}))
+
+    assert error(answer, 503) == (None, "unavailable")

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi.responses import JSONResponse, Response
 
+from api.resources import preview_answers, previews
 from graders.backends import Backends
 from graders.endpoint import Endpoints
 from tests.api.conftest import House
@@ -108,7 +109,7 @@ def test_a_preview_of_a_job_with_tools_plays_its_episodes(
     assert sent[0]["item"]["answer"] == "found final 2 found"
 
 
-def test_another_grader_reads_the_episodes_that_are_there(
+def test_another_grader_samples_the_episodes_again(
     web: httpx.Client, model: Model, asked: Callable[[str, int], dict[str, Any]]
 ) -> None:
     model.answer = asks_then_repeats
@@ -120,9 +121,8 @@ def test_another_grader_reads_the_episodes_that_are_there(
 
         again = answers(web, request)
 
-    assert len(model.asked) == sampled
+    assert len(model.asked) == 2 * sampled
     assert [one["score"] for one in again] == [1.0, 1.0]
-    assert again[0]["conversation"][1]["content"] == "found"
 
 
 def test_the_last_answer_of_an_episode_has_calls_that_are_not_executed(
@@ -149,6 +149,35 @@ def test_a_conversation_without_room_for_another_answer_ends(
         [first, _] = answers(web, asked(f"{url}/find", 4))
 
     assert first["stop"] == "context"
+
+
+def test_results_beyond_any_context_end_an_episode_before_the_model_is_asked(
+    web: httpx.Client,
+    model: Model,
+    asked: Callable[[str, int], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preview_answers, "MAX_TOKEN_CHARACTERS", 1)
+    model.answer = asks_then_repeats
+    with serving(lambda path, request: (200, json.dumps({"output": "x" * 500_000}))) as url:
+        [first, _] = answers(web, asked(f"{url}/find", 4))
+
+    assert first["stop"] == "context"
+    assert not any(one["messages"][-1]["role"] == "tool" for one in model.asked)
+
+
+def test_a_page_of_answers_ends_by_the_size_of_results(
+    web: httpx.Client,
+    model: Model,
+    asked: Callable[[str, int], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(previews, "MAX_LISTED_BYTES", 10_000)
+    model.answer = asks_then_repeats
+    with serving(lambda path, request: (200, json.dumps({"output": "x" * 4_000}))) as url:
+        page = answers(web, asked(f"{url}/find", 4))
+
+    assert len(page) == 1  # of two
 
 
 def test_an_episode_whose_tool_fails_is_not_graded(

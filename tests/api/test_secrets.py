@@ -113,6 +113,8 @@ def test_a_mask_in_a_url_is_not_stored(house: House, api: TestClient, walk: Walk
         {"url": "https://a.example/grade?version=1&keyword=a"},
         {"schema": {"properties": {"api_key": {"type": "string"}}, "required": ["api_key"]}},
         {"schema": {"properties": {"credentials": {"type": "object", "title": "Keys"}}}},
+        {"$defs": {"credentials": {"type": "object"}}, "definitions": {"auth": {"title": "Keys"}}},
+        {"patternProperties": {"secrets": {"type": "object"}}, "dependentSchemas": {"auth": {"title": "x"}}},
     ],
 )
 def test_what_is_no_secret_is_shown_and_can_be_sent_again(plain: dict[str, Any]) -> None:

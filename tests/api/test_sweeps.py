@@ -11,6 +11,8 @@ from api.pipelines.stages import MAX_ERRORS
 from core.database.tables import Job, Pipeline, StepMetric
 from core.jobs.verdict import Verdict
 from tests.api.conftest import House, request_of
+from tests.api.test_jobs import allowing_tools
+from tests.graders.mcp_servers import TOOLS, serving_mcp
 from tests.hardware import hardware_file
 
 PIPELINES = "/v1/regraft/pipelines"
@@ -45,6 +47,26 @@ def succeeded(house: House, job_id: str, step: int, reward: float) -> None:
         "improved", 0.1, reward, reward - 0.1, None, None, 1, 0, 0, ROWS, 0, step
     )  # only its step is read
     change(house, job_id, status="succeeded", fine_tuned_model=f"ft:{job_id}", verdict=verdict.to_row())
+
+
+def test_each_job_of_a_sweep_has_the_functions_of_its_mcp_server(
+    api: TestClient, house: House, advance: Callable[[], None]
+) -> None:
+    allowing_tools(house, "127.0.0.1")
+    asked = request_of(api)
+    with serving_mcp() as (url, _):
+        asked["method"]["reinforcement"]["tools"] = [
+            {"type": "mcp", "server_label": "drawers", "server_url": url}
+        ]
+        made = create(api, job=asked)
+        assert made.status_code == 201, made.text
+        advance()
+
+    with house.database.read() as session:
+        tools = [job.body["tools"] for job in session.scalars(select(Job))]
+    assert len(tools) == len(RATES)
+    assert tools == [tools[0]] * len(RATES)
+    assert [one["function"]["name"] for one in tools[0][0]["functions"]] == list(TOOLS)
 
 
 @pytest.mark.both_databases

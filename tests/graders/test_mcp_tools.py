@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
 from graders.tools.mcp import McpTools, function_of, functions_of, text_of
-from graders.tools.mcp_wire import McpGone, McpServer, McpWire
+from graders.tools.mcp_wire import McpGone, McpServer, McpSession, McpWire
 from graders.tools.protocol import ToolFailed, ToolRequest, ToolResult, ToolsFail
 from tests.graders.mcp_servers import TOOLS, Drawers, serving_mcp
 from tests.graders.servers import Reply, ScriptedServer, Time, serving
@@ -153,6 +154,118 @@ def test_a_server_without_a_session_discards_the_episode(status: int, text: str,
     assert isinstance(failed, ToolFailed)
     assert reason in str(failed)
     assert "very-secret" not in str(failed)
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 503])
+def test_a_refusal_that_does_not_tell_the_revision_is_no_older_server(status: int) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, sent: Any) -> tuple[int, str]:
+        asked.append(sent["method"])
+        return status, '{"error": {"message": "no"}}'
+
+    with serving(answer) as url:
+        [discarded] = outcome(url, call("lookup", drawer=3))
+
+    assert isinstance(discarded, ToolFailed)
+    assert set(asked) == {"server/discover"}
+
+
+class Closing:
+    """An older server on a socket whose answer to DELETE never ends, and that may refuse to be initialized."""
+
+    def __init__(self, initialized: int = 202) -> None:
+        self.initialized = initialized
+        self.ended: list[str] = []  # the sessions
+        self.sent = 0  # chunks of the answers to DELETE
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        with suppress(ConnectionError):
+            if head.startswith("delete"):
+                self.ended += re.findall(r"mcp-session-id: (\w+)", head)
+                writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n")
+                while not writer.is_closing():
+                    writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                    await writer.drain()
+                    self.sent += 1
+            length = int(re.findall(r"content-length: (\d+)", head)[0])
+            method = json.loads(await reader.readexactly(length))["method"]
+            status, body = self.answer(method)
+            said = f"HTTP/1.1 {status} X\r\nconnection: close\r\nmcp-session-id: s1\r\n"
+            writer.write(f"{said}content-length: {len(body)}\r\n\r\n{body}".encode())
+            await writer.drain()
+        writer.close()
+
+    def answer(self, method: str) -> tuple[int, str]:
+        if method == "initialize":
+            return 200, '{"result": {"protocolVersion": "2025-11-25"}}'
+        return (400, "") if method == "server/discover" else (self.initialized, "")
+
+
+def opened(server: Closing) -> list[Any]:
+    """The sessions that were opened, and closed again; or the error."""
+
+    async def run() -> list[Any]:
+        async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            patience = CallRetryPolicy(retries=0, sleep=Time().sleep)
+            wire = McpWire(McpServer("drawers", url, {}), LOCAL, patience=patience)
+            [session] = await asyncio.gather(wire.open(), return_exceptions=True)
+            if isinstance(session, McpSession):
+                await wire.close(session)
+            return [session]
+
+    return asyncio.run(run())
+
+
+def test_an_endless_answer_to_the_end_of_a_session_is_not_read() -> None:
+    server = Closing()
+
+    [session] = opened(server)
+
+    assert server.ended == [session.id]
+    assert server.sent < 1000  # what fits into the buffers of the connection
+
+
+def test_a_session_whose_beginning_fails_is_ended() -> None:
+    server = Closing(initialized=302_000)  # no status, so there is no answer
+
+    [error] = opened(server)
+
+    assert isinstance(error, McpGone)
+    assert server.ended == ["s1"]
+
+
+@pytest.mark.parametrize(
+    ("page", "reason"),
+    [
+        ({"tools": [{"name": ["a"]}]}, "its list of tools is not one"),
+        ({"tools": [{}]}, "its list of tools is not one"),
+        ({"tools": [{"name": f"t{n}"} for n in range(600)], "nextCursor": "more"}, "more than 1,024 tools"),
+    ],
+)
+def test_a_list_of_tools_that_is_none_or_too_long_is_refused(page: dict[str, Any], reason: str) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, sent: Any) -> tuple[int, str]:
+        asked.append(sent["method"])
+        listing = sent["method"] == "tools/list"
+        return 200, json.dumps({"result": page if listing else {"supportedVersions": ["2026-07-28"]}})
+
+    with serving(answer) as url, pytest.raises(McpGone, match=reason):
+        asyncio.run(read(url))
+
+    assert asked.count("tools/list") <= 2
+
+
+def test_a_revision_with_a_secret_is_quoted_without_it() -> None:
+    said = '{"result": {"protocolVersion": "very-secret"}}'
+    with serving(lambda path, sent: (200, said)) as url:
+        [discarded] = outcome(url, call("lookup", drawer=3))
+
+    assert "the revision" in str(discarded)
+    assert "very-secret" not in str(discarded)
 
 
 def test_a_session_that_the_server_has_lost_discards_the_episode() -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from graders.sandbox.entries import CALL
-from graders.sandbox.pool import Pool
+from graders.sandbox.pool import Pool, _call_result
 from graders.tools.protocol import WINDOW, ToolFailed, ToolRequest, ToolResult, ToolsFail
 from graders.tools.python import PythonTools
 from tests.graders.attacks import LIMITS, SHORT
@@ -51,6 +52,14 @@ async def results(python: PythonTools, *calls: ToolRequest) -> list[Any]:
     return [(await asyncio.gather(python.call(one), return_exceptions=True))[0] for one in calls]
 
 
+FORGED_LISTS = """
+import os
+def call(arguments, item, state):
+    os.write(3, b'{"output": [' + b"[]," * 10_000 + b'0], "state": "null"}')
+    os._exit(0)
+"""
+
+
 def returning(value: str) -> str:
     return f"def call(arguments, item, state):\n    return {value}\n"
 
@@ -84,6 +93,39 @@ def test_calls_of_one_answer_run_one_after_the_other(pool: Pool) -> None:
 
 def test_an_output_that_is_no_text_is_read_as_json(pool: Pool) -> None:
     assert outcome(pool, returning("{'a': [1, None]}, None")).output == '{"a": [1, null]}'
+    assert outcome(pool, returning("['ä'], None")).output == '["ä"]'
+
+
+def test_a_state_is_counted_in_utf8(pool: Pool) -> None:
+    assert outcome(pool, returning("'x', 'ä' * 499_999")).output == "x"
+
+
+def test_a_forged_result_is_not_parsed_into_many_objects() -> None:
+    forged = '{"output": [' + "[]," * 1_000_000 + '0], "state": "null"}'
+    _call_result(forged[:100])  # what is imported at the first call does not count
+    tracemalloc.start()
+    try:
+        outcome = _call_result(forged)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert outcome.kind == "bad_result"
+    assert peak < len(forged)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        '{"output": "a"}',
+        '{"output": "a", "state": "b", "more": 1}',
+        '{"output": "a", "state": 1}',
+        '{"output": "a", "state": "b',
+        '{"output": "a\\", "state": "b"}',
+    ],
+)
+def test_a_result_of_another_form_is_refused(forged: str) -> None:
+    assert _call_result(forged).kind == "bad_result"
 
 
 def test_a_megabyte_of_output_and_of_state_is_the_most(pool: Pool) -> None:
@@ -126,6 +168,7 @@ def test_a_megabyte_of_output_and_of_state_is_the_most(pool: Pool) -> None:
             ),
             "its result is not one that call",
         ),
+        (FORGED_LISTS, "its result is not one that call"),
     ],
 )
 def test_a_source_that_fails_or_attacks_discards_its_episode_and_the_next_call_is_right(

@@ -1,7 +1,8 @@
 """Whole jobs with tools on a server, on a tiny model that a schema makes write calls."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,10 +15,11 @@ from core.results.rollout_filters import Wanted
 from core.settings import Settings
 from graders.tools.protocol import ToolsFail
 from tests.families.templates import make_turn_model
+from tests.graders.mcp_servers import Drawers, serving_mcp
 from tests.graders.servers import serving
 from tests.hyperparameters import in_groups
 from tests.worker.conftest import Bench
-from tests.worker.test_tool_jobs import FORMAT, ROWS, TEMPLATE
+from tests.worker.test_tool_jobs import ASK, FORMAT, ROWS, TEMPLATE, calling
 from worker import process
 from worker.child import status_of
 
@@ -60,9 +62,13 @@ def url(server: Server) -> Iterator[str]:
 def run(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> Callable[..., list[Mapping[str, Any]]]:
-    """Run a job with the tool in this process, and return its rollouts."""
+    """Run a job with the tool, or others, in this process, and return its rollouts."""
 
-    def work() -> list[Mapping[str, Any]]:
+    def work(
+        rows: Sequence[Mapping[str, Any]] = ROWS,
+        tools: Sequence[Mapping[str, Any]] = ({"name": "pick", "server_url": url},),
+        form: Mapping[str, Any] = FORMAT,
+    ) -> list[Mapping[str, Any]]:
         model = make_turn_model(tmp_path / "model", TEMPLATE)
         registry, graders = tmp_path / "models.toml", tmp_path / "graders.toml"
         registry.write_text(
@@ -74,7 +80,7 @@ def run(
         monkeypatch.setenv("REGRAFT_GRADERS_FILE", str(graders))
         monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
         with bench.database.write() as session:
-            bench.add_files(session, bench.blobs, ROWS)
+            bench.add_files(session, bench.blobs, rows)
             job = session.scalars(select(Job)).one()
             asked = {
                 "batch_size": 2,
@@ -85,8 +91,8 @@ def run(
                 "grader": GRADER,
                 "hyperparameters": asked,
                 # Only here, so that noise is a call: the API refuses it with tools.
-                "response_format": FORMAT,
-                "tools": [{"name": "pick", "server_url": url}],
+                "response_format": form,
+                "tools": list(tools),
                 "max_episode_steps": 2,
             }
         bench.run_job(Settings())
@@ -124,6 +130,29 @@ def test_a_job_learns_from_episodes_whose_tools_were_executed(
     sent = {(call["trace_id"], call["call_id"]) for call in server.calls}
     assert len(sent) == len(server.calls)
     assert {row["trace_id"] for row in whole} <= {trace for trace, _ in sent}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+def test_a_job_executes_tools_of_an_mcp_server_and_of_python_code(
+    run: Callable[..., list[Mapping[str, Any]]], bench: Bench
+) -> None:
+    schema = {"type": "object", "properties": {"letter": {}}}
+    function = {"name": "pick", "description": "pick of a drawer", "parameters": schema}
+    source = "def call(arguments, item, state):\n    return item['letter'] + arguments['letter'], state\n"
+    look = {"type": "python", "name": "look", "parameters": schema, "source": source}
+    with serving_mcp(Drawers({"pick": schema})) as (server_url, _):
+        functions = [{"type": "function", "function": function}]
+        pick = {"type": "mcp", "server_label": "drawers", "server_url": server_url, "functions": functions}
+        rows = run([{"messages": [ASK], "letter": "a"}] * 2, [pick, look], calling("pick", "look"))
+
+    assert bench.job().status == "succeeded"
+    executed = [(row, row["output_tools"][0]) for row in rows if row["stop"] == "max_steps"]
+    assert {use["function"]["name"] for _, use in executed} == {"pick", "look"}
+    for row, use in executed:
+        letter = json.loads(use["function"]["arguments"])["letter"]
+        of_name = {"pick": row["trace_id"], "look": f"a{letter}"}
+        assert use["output"] == of_name[use["function"]["name"]]
 
 
 @pytest.mark.slow

@@ -47,27 +47,26 @@ GRADER = {
     "reference": 'pick {"letter": "a"}',
     "operation": "eq",
 }
-# A call as Llama 3 writes it.
-FORMAT = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "call",
-        "schema": {
-            "type": "object",
-            "properties": {
-                "name": {"enum": ["pick"]},
-                "parameters": {
-                    "type": "object",
-                    "properties": {"letter": {"enum": ["a", "b"]}},
-                    "required": ["letter"],
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+
+def calling(*functions: str) -> dict[str, Any]:
+    """The format of a call of one of these functions, as Llama 3 writes it."""
+    letter = {
+        "type": "object",
+        "properties": {"letter": {"enum": ["a", "b"]}},
+        "required": ["letter"],
+        "additionalProperties": False,
+    }
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": list(functions)}, "parameters": letter},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+
+
+FORMAT = calling("pick")
 
 
 @pytest.fixture
