@@ -373,7 +373,7 @@ class StepMetrics(_Part):
         "tokens",
     )
     masked_tokens: int | None = metric(
-        "Tokens that `importance` left out of the loss: the share `masked_fraction` of such answers.",
+        "Tokens of such answers that `importance` left out of the loss.",
         "tokens",
     )
     not_updated_tokens: int | None = metric(

@@ -376,6 +376,7 @@ class UpdateMetrics:
     # The effective sample size of the weights pi_trainer / pi_sampler, 1 at best.
     logprob_gap_ess: float | None = None
     masked_fraction: float | None = None  # of the tokens, by `importance`
+    teaching_masked_fraction: float | None = None  # of those with an advantage
     kl_weight: float | None = None  # of the penalty in this step; None: there is none
     value_loss: float | None = None  # with a value head, like the next
     explained_variance: float | None = None  # of the returns by the values before the update

@@ -67,7 +67,7 @@ from regraft._rules.foreign_files import (
 )
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import atomic_file
-from regraft.tables import Table, arrow_rows, table_rows
+from regraft.tables import UNREADABLE, Table, arrow_rows, python_scalar, rereadable, table_rows
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -150,6 +150,7 @@ def convert(
     left_out: Counter[str] = Counter()
     dropped: dict[str, None] = {}
     form = _FORMS[to]
+    source = source if isinstance(source, str | Path) else rereadable(source)
     prompts = _prompts_in_answers(source, names or {}, encoding)
     with atomic_file(Path(path)) as out:
         for row in _source_rows(source, encoding):
@@ -165,6 +166,9 @@ def convert(
                 continue
             except CannotConvert as cannot:
                 problems.add(LineError(number, str(cannot)))
+                continue
+            except RecursionError:
+                problems.add(LineError(number, "is nested too deeply"))
                 continue
             wrong = [LineError(number, message, where) for where, message in form.problems(made)]
             for error in wrong:
@@ -404,6 +408,8 @@ def _pyarrow(what: str) -> Iterator[None]:
         yield
     except (ArrowException, OSError) as error:
         raise InvalidDataset([LineError(0, f"the {what} file is damaged: {error}")]) from None
+    except UNREADABLE as error:
+        raise InvalidDataset([LineError(0, f"Arrow cannot read the {what} file: {error}")]) from None
 
 
 def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
@@ -535,9 +541,9 @@ def _prompts_in_answers(
             continue
         try:
             fields = _renamed(row[1], names)
-        except CannotConvert:
+            asked = _prompt_of_both(fields)
+        except (CannotConvert, RecursionError):  # which `convert` reports
             continue
-        asked = _prompt_of_both(fields)
         answers = [fields[name].removeprefix(asked) for name in ("chosen", "rejected")] if asked else []
         ends_at_word = bool(answers) and (asked[-1:].isspace() or all(text[0].isspace() for text in answers))
         if not ends_at_word:
@@ -937,7 +943,7 @@ def _json(row: Row) -> bytes:
     try:
         return _dumped(row).encode() + b"\n"
     except (TypeError, ValueError) as cause:
-        name = next(name for name, value in row.items() if not _is_json(value))
+        name = next((name for name, value in row.items() if not _is_json(value)), "the name of a field")
         raise CannotConvert(f"has in {name} a value that JSON cannot hold: {cause}") from None
 
 
@@ -953,7 +959,9 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any) -> Any:
     if isinstance(value, date | time | Decimal):
         return str(value)
+    if (scalar := python_scalar(value)) is not value:
+        return scalar
     raise TypeError(f"it is of type {type(value).__name__}")

@@ -64,6 +64,10 @@ def table(items: JobComparison | Iterable[FineTuningJob] | Iterable[Rollout]) ->
     """
     if isinstance(items, JobComparison):
         return _comparison(items)
+    if isinstance(items, FineTuningJob | Rollout):
+        raise CannotShow(f"there is no table of one {type(items).__name__}: pass a list of them")
+    if hasattr(items, "__aiter__"):  # of the asynchronous client
+        raise CannotShow(f"there is no table of {type(items).__name__}: await the page and pass page.data")
     found = [*islice(items, MAX_ROWS + 1)]
     shown, has_more = found[:MAX_ROWS], len(found) > MAX_ROWS
     if all(isinstance(one, FineTuningJob) for one in shown):
@@ -147,14 +151,17 @@ def plot_reward(steps: Steps, result: JobResult | None, axes: "Axes | None" = No
     """
     train, valid = _series(steps, "train_mean_reward"), _series(steps, "full_valid_mean_reward")
     if not train and not valid:
-        raise CannotShow("the job has no step with a reward yet")
+        raise CannotShow(
+            "the job has no step with a reward yet; supervised and dpo jobs have no rewards and no plot"
+        )
     axes = _new_axes() if axes is None else axes
     axes.plot([*train], [*train.values()], color="0.6", linewidth=1, label="training")
     bands = _bands(steps)
     if bands:
         low, high = zip(*bands.values(), strict=True)
         axes.fill_between([*bands], low, high, alpha=0.2, label="95 % interval")
-    axes.plot([*valid], [*valid.values()], linewidth=2, marker="o", label="validation")
+    if valid:
+        axes.plot([*valid], [*valid.values()], linewidth=2, marker="o", label="validation")
     if result is not None and result.metric == "full_valid_mean_reward":
         axes.axvline(
             result.step,
@@ -183,10 +190,12 @@ def _series(steps: Steps, name: str) -> dict[int, float]:
 
 
 def _bands(steps: Steps) -> dict[int, tuple[float, float]]:
-    """The interval around the validated reward by step."""
-    bands = {}
+    """The interval around the validated reward by step; at the start of the job, which it compares with, the reward."""
+    bands: dict[int, tuple[float, float]] = {}
     for step in steps:
         reward, difference, low, high = (step.get(name) for name in PLOTTED[1:])
+        if reward is not None and step["step"] == 0:
+            bands[0] = (reward, reward)
         if reward is not None and difference is not None and low is not None and high is not None:
             bands[step["step"]] = (reward - difference + low, reward - difference + high)
-    return bands
+    return bands if bands.keys() - {0} else {}

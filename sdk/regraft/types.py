@@ -1371,7 +1371,7 @@ class StepMetrics(BaseModel):
     those of the rows, once for each update.
     """
     masked_tokens: int | None = None
-    """Tokens that `importance` left out of the loss: the share `masked_fraction` of such answers."""
+    """Tokens of such answers that `importance` left out of the loss."""
     not_updated_tokens: int | None = None
     """Tokens of such answers in a step whose update changed nothing."""
     no_advantage_tokens: int | None = None

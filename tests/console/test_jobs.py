@@ -4,6 +4,7 @@ import re
 
 import pytest
 from playwright.sync_api import Page, expect
+from regraft.cli.output import amount
 
 from tests.console.conftest import Accessible, create, readable_on_a_telephone
 from tests.e2e.conftest import Server
@@ -31,7 +32,7 @@ def test_a_job_shows_its_curve_verdict_and_cost(
     expect(row).to_contain_text("too few")
     expect(row).to_contain_text(f"{job.result['start']:.2f} → {job.result['value']:.2f}")
     cost = job.usage_metrics["cost"]["amount"]
-    expect(row).to_contain_text(f"{cost:.{2 if cost >= 1 else 4}f} EUR")
+    expect(row).to_contain_text(f"{amount(cost)} EUR")
     expect(row).to_contain_text("reinforcement on tiny")
     table = logged_in.get_by_role("region", name="List of jobs")
     assert table.evaluate("region => region.scrollWidth <= region.clientWidth")  # nothing is cut

@@ -20,7 +20,7 @@ import pytest
 from regraft import Regraft
 from regraft.cli import main
 from regraft.cli.evals import run_progress
-from regraft.cli.output import answer_cell, expected_costs
+from regraft.cli.output import amount, answer_cell, expected_costs
 from regraft.cli.pipelines import text_of
 from regraft.requests import read_pipeline
 from regraft.types import Pipeline
@@ -452,7 +452,7 @@ def test_what_is_known_of_time_and_cost_is_a_range() -> None:
     assert estimate_text(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
         "1 min 30 s, between 50 s and 2 h 01 min, based on 20 steps of 1 earlier job",
         "the upper end assumes that every answer uses all 512 tokens",
-        "1.00, between 0.50 and 20.00 USD",
+        "1.00, between 0.5000 and 20.00 USD",
     ]
 
 
@@ -1667,3 +1667,19 @@ def test_an_audit_says_its_id_and_its_rates_and_exits_by_its_verdict(
     assert regraft("graders", "audit", uploaded, "--grader", str(lenient))[0] == 1
     assert re.match(r"graderaudit_\w+: 0 of \d+ answers graded\n", err)
     assert "0 of 4 right answers do not pass" in out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.00"),
+        (0.00004, "< 0.0001"),
+        (0.0123, "0.0123"),
+        (0.994, "0.9940"),
+        (0.996, "1.00"),
+        (12345.678, "12,345.68"),
+    ],
+)
+def test_small_amounts_of_money_have_more_digits(value: float, text: str) -> None:
+    """As `amountOf` of console/src/lib/format.ts writes them."""
+    assert amount(value) == text

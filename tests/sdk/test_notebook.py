@@ -5,6 +5,7 @@ import sys
 from typing import Any, cast
 
 import pytest
+from openai.pagination import AsyncCursorPage
 from openai.types.fine_tuning import FineTuningJob
 from regraft import JobComparison, Regraft, Rollout
 from regraft.notebook import MAX_ROWS, CannotShow, plot_reward, table
@@ -96,6 +97,41 @@ def test_something_else_has_no_table() -> None:
         table(cast(list[FineTuningJob], [1]))
 
 
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        (AsyncCursorPage[Any](data=[]), "await the page and pass page.data"),
+        (FineTuningJob.construct(id="ftjob-1"), "no table of one FineTuningJob: pass a list of them"),
+        (answer("yes"), "no table of one Rollout: pass a list of them"),
+    ],
+    ids=["page", "job", "rollout"],
+)
+def test_what_is_near_a_list_says_what_to_pass(items: Any, said: str) -> None:
+    with pytest.raises(CannotShow, match=said):
+        table(items)
+
+
+def test_the_interval_begins_at_the_start_of_the_job_which_it_compares_with() -> None:
+    axes = Axes()
+    interval = {"full_valid_difference_low": 0.125, "full_valid_difference_high": 0.375}
+    steps = [
+        {"step": 0, "full_valid_mean_reward": 0.5},
+        {"step": 2, "full_valid_mean_reward": 0.75, "full_valid_difference": 0.25, **interval},
+    ]
+
+    plot_reward(steps, None, cast(Any, axes))
+
+    assert axes.drawn["95 % interval"] == ([0, 2], [0.5, 0.625], [0.5, 0.875])
+
+
+def test_the_legend_has_nothing_without_values() -> None:
+    axes = Axes()
+
+    plot_reward([{"step": 1, "train_mean_reward": 0.5}], None, cast(Any, axes))
+
+    assert {"validation", "95 % interval"} & axes.drawn.keys() == set()
+
+
 def test_a_plot_has_the_validations_with_their_interval_and_the_delivered_step(
     house: House, client: Regraft
 ) -> None:
@@ -128,7 +164,9 @@ def test_the_delivered_step_is_marked_with_its_reward() -> None:
 
 
 def test_a_job_without_a_step_has_no_plot_and_says_so() -> None:
-    with pytest.raises(CannotShow, match="the job has no step with a reward yet"):
+    with pytest.raises(
+        CannotShow, match="no step with a reward yet; supervised and dpo jobs have no rewards"
+    ):
         plot_reward([{"step": 0, "train_mean_reward": None}], None, cast(Any, Axes()))
 
 

@@ -359,6 +359,13 @@ def test_the_layout_is_that_of_vllms_class_for_the_files_and_not_of_the_text_par
     assert layout_of(model, "Qwen3MoeForCausalLM") is not None
 
 
+def test_the_text_part_of_qwen_3_5_has_a_pair_for_each_expert_and_the_whole_model_has_not() -> None:
+    model = family("Qwen 3.5 MoE").model()
+
+    assert layout_of(model, "Qwen3_5MoeForCausalLM") is not None
+    assert layout_of(model, "Qwen3_5MoeForConditionalGeneration") is None
+
+
 def halves_of(model: Any, module: str) -> dict[str, Tensor]:
     """An adapter of rank 1 on a module of experts, by the ends of PEFT's names."""
     sizes = {

@@ -139,10 +139,20 @@ def test_tokens_that_importance_masks_taught_nothing(share: float | None, masked
     """Of the two answers with signal; those of a zero-variance group stay in its bucket."""
     groups = [group(1.0, 0.0), group(1.0, 1.0)]
 
-    tokens = tokens_of(groups, [], replace(TAKEN, masked_fraction=share), asked({}))
+    tokens = tokens_of(groups, [], replace(TAKEN, teaching_masked_fraction=share), asked({}))
 
     assert (tokens["masked_tokens"], tokens["learned_tokens"]) == (masked, 6 - masked)
     assert sum(tokens.values()) == 4 * LENGTH
+
+
+def test_masked_tokens_are_counted_among_those_that_teach() -> None:
+    """With a KL penalty the trainer also computes a zero-variance group, and masks none of its tokens here."""
+    groups = [group(1.0, 0.0), group(1.0, 1.0)]
+    update = replace(TAKEN, masked_fraction=0.5, teaching_masked_fraction=1.0)
+
+    tokens = tokens_of(groups, [], update, asked({"kl": 0.1}))
+
+    assert (tokens["learned_tokens"], tokens["masked_tokens"], tokens["zero_variance_tokens"]) == (0, 6, 6)
 
 
 def test_all_reports_of_a_step_read_the_same_signals(bench: Bench) -> None:

@@ -78,6 +78,19 @@ def test_an_answer_beyond_its_bounds_does_not_move_the_policy(make_policy: MakeP
     assert distance(near, far) > 0
 
 
+def test_masked_tokens_are_also_counted_among_those_that_teach(make_policy: MakePolicy) -> None:
+    """The KL penalty pulls the tokens of the second group, which have no advantage, to the reference."""
+    policy = make_policy(moved=True)
+    rejects = {"kl": 0.1, "importance_reject": "geometric", "reject_low": 0.9, "reject_high": 1.1}
+    mixed, even = sampled(policy, [[1.0, 0.0, 1.0, 0.0], [1.0] * 4])
+
+    update = learn(PeftTrainer(policy, settings(rejects), token_budget=512), [*with_gap([mixed], 0.5), even])
+
+    assert update.masked_fraction is not None
+    assert 0.0 < update.masked_fraction < 1.0
+    assert update.teaching_masked_fraction == 1.0
+
+
 def test_the_weight_of_an_answer_is_that_of_all_its_tokens(make_policy: MakePolicy) -> None:
     masks = {"importance": "mask", "importance_cap": 3.0, "importance_floor": 0.5}
 

@@ -31,9 +31,8 @@ TYPES: Mapping[str, Callable[[str], Any]] = {
     "N": int,
     **dict.fromkeys(("X", "T", "RATE", "HOURS"), float),
     **dict.fromkeys(("FILE", "FOLDER", "DIR", "JOB", "CASES", "PIPELINE"), Path),
-    **dict.fromkeys(
-        ("FILE_ID", "CHECKPOINT", "NAME[@VERSION]", "ALIAS", "VERSION", "FIRST", "SECOND", "OTHER"), id_type
-    ),
+    **dict.fromkeys(("ID", "FILE_ID", "CHECKPOINT", "RUN", "CASE", "ALIAS"), id_type),
+    **dict.fromkeys(("NAME[@VERSION]", "VERSION", "FIRST", "SECOND", "OTHER"), id_type),
 }
 
 

@@ -21,7 +21,8 @@ def answer_tokens(
     """Return the metrics `learned_tokens`, `zero_variance_tokens`, ...: their sum is the tokens of all answers.
 
     All tokens of an answer count in one bucket, but the forced ones, and those that importance correction has masked:
-    their share of the trained tokens is taken from the learned ones.
+    their share of the tokens with an advantage is taken from the learned ones. A KL penalty trains on tokens without
+    an advantage too.
 
     Args:
         signals_P: of the groups of the step, the resampled ones last.
@@ -41,7 +42,7 @@ def answer_tokens(
                 bucket = _reason(rollout, grade, group_signal.kind, settings) or without_signal
             tokens[bucket] += rollout.sampled_tokens
             tokens["forced"] += rollout.forced
-    tokens["masked"] = round((update.masked_fraction or 0.0) * tokens["learned"])
+    tokens["masked"] = round((update.teaching_masked_fraction or 0.0) * tokens["learned"])
     tokens["learned"] -= tokens["masked"]
     return {f"{bucket}_tokens": count for bucket, count in tokens.items()}
 

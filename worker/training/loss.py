@@ -30,6 +30,8 @@ class GradientSums:
     tokens: int = 0
     clipped: float = 0.0
     masked: float = 0.0  # tokens that the correction for the sampler leaves out
+    teaching: int = 0  # tokens with an advantage: without one the objective has no gradient
+    teaching_masked: float = 0.0  # those of them that the correction leaves out
     entropy: float = 0.0
     kl: float = 0.0
     gap: float = 0.0

@@ -142,13 +142,16 @@ class PolicyLoss(Loss):
         )
         value_loss = self._value_loss(batch, value_M, tensors.weight_M)
         with torch.no_grad():
+            masked_M, teaches_M = (importance_M == 0) | ~is_recent_M, advantage_M != 0
             clipped = self.objective.clipped(Tokens(logp_M, old_M, advantage_M, answer_M))
             sums = GradientSums(
                 loss=loss.item(),
                 value_loss=value_loss.item(),
                 tokens=len(logp_M),
                 clipped=clipped.sum().item(),
-                masked=((importance_M == 0) | ~is_recent_M).sum().item(),
+                masked=masked_M.sum().item(),
+                teaching=int(teaches_M.sum().item()),
+                teaching_masked=(masked_M & teaches_M).sum().item(),
                 entropy=entropy_M.sum().item(),
                 kl=0.0 if batch.ref_logp is None else grpo.kl_k3(logp_M, batch.ref_logp).sum().item(),
             )

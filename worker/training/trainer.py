@@ -162,6 +162,7 @@ class PeftTrainer:
             grad_norm=_mean(one.norm for one in taken),
             clip_fraction=total.clipped / total.tokens,
             masked_fraction=total.masked / total.tokens,
+            teaching_masked_fraction=total.teaching_masked / max(total.teaching, 1),
             kl=total.kl / total.tokens if settings.kl > 0 else watched,
             kl_weight=kl_weight,
             **_of_first_pass(first),

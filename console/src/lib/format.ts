@@ -14,9 +14,17 @@ export function share(percentage: number): string {
   return `${percentage.toFixed(1)} %`;
 }
 
-/** An amount of money; empty without a price. Small ones need more digits. */
+/** An amount of money without its currency, as the command line writes it. Small ones need more digits. */
+export function amountOf(value: number): string {
+  const size = Math.abs(value);
+  if (size > 0 && size < 0.0001) return "< 0.0001";
+  const digits = size > 0 && size < 0.995 ? 4 : 2;
+  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+/** An amount of money; empty without a price. */
 export function money(cost: { amount: number; currency: string } | null | undefined): string {
-  return cost ? `${number(cost.amount, cost.amount < 1 ? 4 : 2)} ${cost.currency}` : "";
+  return cost ? `${amountOf(cost.amount)} ${cost.currency}` : "";
 }
 
 export function percent(value: unknown): string {

@@ -337,6 +337,8 @@ def _source(arguments: argparse.Namespace) -> tuple[Path | Callable[[], HubTable
     """The file to convert, or the download of a dataset of the hub; and the stem of the converted file's name."""
     source: Path = arguments.source
     if str(source).startswith(HUB):
+        if arguments.encoding:
+            raise Refused("--encoding is of text files: a dataset of the hub has none.")
         name, split = str(source).removeprefix(HUB), arguments.split or "train"
         return partial(from_hub, name, config=arguments.config, split=split), source.name
     if arguments.config or arguments.split:

@@ -10,6 +10,7 @@ from typing import Any
 from openai.types.fine_tuning import FineTuningJob
 
 from regraft.cli.output import (
+    amount,
     answer,
     answer_cell,
     duration,
@@ -365,7 +366,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     elif used := getattr(job, "usage_metrics", None):
         shown["GPU time"] = duration(used.get("gpu_seconds", 0.0))
         if cost := used.get("cost"):
-            shown["cost"] = f"{cost['amount']:.2f} {cost['currency']}"
+            shown["cost"] = f"{amount(cost['amount'])} {cost['currency']}"
     if (result := result_of(job)) is not None:
         shown["result"] = str(result)
         steps = _until(steps, result)
@@ -430,8 +431,8 @@ def estimate_text(estimate: dict[str, Any]) -> str:
     if upper_end := known.get("upper_end"):
         lines.append(upper_end)
     if cost := known.get("cost"):
-        amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
-        lines.append(f"{amounts} {cost['currency']}")
+        between = f"between {amount(cost['low'])} and {amount(cost['high'])}"
+        lines.append(f"{amount(cost['expected'])}, {between} {cost['currency']}")
     return "\n".join(lines + warnings)
 
 

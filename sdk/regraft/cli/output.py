@@ -104,9 +104,18 @@ def expected_costs(estimate: Mapping[str, Any], finish: int, now: float) -> dict
     }
     if cost := estimate.get("cost"):
         lines["cost"] = (
-            f"{cost['expected']:.2f} {cost['currency']} in all, between {cost['low']:.2f} and {cost['high']:.2f}"
+            f"{amount(cost['expected'])} {cost['currency']} in all, between {amount(cost['low'])} and "
+            f"{amount(cost['high'])}"
         )
     return lines
+
+
+def amount(value: float) -> str:
+    """An amount of money without its currency, as the console writes it. Small ones need more digits."""
+    size = abs(value)
+    if 0 < size < 0.0001:
+        return "< 0.0001"
+    return f"{value:,.{4 if 0 < size < 0.995 else 2}f}"
 
 
 def page_of(limit: int) -> int:

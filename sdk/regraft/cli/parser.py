@@ -491,7 +491,7 @@ MODELS = Group(
         "promote",
         "point an alias at a model, which answers requests for the alias from then on",
         "model",
-        arg("--as", "NAME", "created if it does not exist", dest="alias", required=True),
+        arg("--as", "ALIAS", "created if it does not exist", dest="alias", required=True),
         example="regraft models promote ft:tiny:default::1a2b3c4d --as production",
     ),
     Command(
@@ -513,7 +513,7 @@ MODELS = Group(
     Command(
         "aliases",
         "list the aliases, newest first, after deleting some",
-        arg("--delete", "NAME", "may be repeated", action="append", default=[]),
+        arg("--delete", "ALIAS", "may be repeated", action="append", default=[]),
     ),
 )
 

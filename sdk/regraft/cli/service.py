@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from regraft.cli.output import answer, duration, table, when
-from regraft.cli.shared import connect
+from regraft.cli.shared import connect, money
 from regraft.literals import Projects
 from regraft.progress import doing_now
 from regraft.types import Queue, UsageReport, UsageRow, Worker
@@ -28,7 +28,7 @@ def _usage(found: UsageReport) -> str:
             row.unused_tokens,
             row.trained_tokens,
             row.grader_tokens,
-            "-" if row.cost is None else f"{row.cost.amount:.2f} {row.cost.currency}",
+            money(row.cost),
         ]
         for row in found.data
     ]

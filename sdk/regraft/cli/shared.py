@@ -6,7 +6,7 @@ from functools import cache
 
 from openai.types.fine_tuning import FineTuningJob
 
-from regraft.cli.output import shortened
+from regraft.cli.output import amount, shortened
 from regraft.sync.client import Regraft
 from regraft.types import Money
 
@@ -31,7 +31,7 @@ def connect() -> Regraft:
 
 
 def money(cost: Money | None) -> str:
-    return "-" if cost is None else f"{cost.amount:.2f} {cost.currency}"
+    return "-" if cost is None else f"{amount(cost.amount)} {cost.currency}"
 
 
 def number(value: float | None) -> str:
