@@ -38,7 +38,7 @@ CLIENT = {"name": "regraft", "version": "1"}
 META = "io.modelcontextprotocol/"
 
 
-# What a server answers that does not know the method or the revision. Others, such as 401, say nothing of either.
+# The answers of a server that does not know the method or the revision. Others, such as 401, say nothing of either.
 _OF_OLDER = (400, 404, 405, 415)
 
 
@@ -153,7 +153,7 @@ class McpWire:
         told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
         try:
             await self._post(told, session.headers("notifications/initialized", None))
-        except BaseException:  # also cancelled: nobody else knows the session
+        except BaseException:  # also cancelled: no other caller knows the session
             await self.close(session)
             raise
         return session

@@ -1297,9 +1297,17 @@ def test_a_plan_spares_a_share_of_all_that_is_free_also_beside_a_teacher() -> No
 
 
 @pytest.mark.parametrize(
-    "dense", [{"first_k_dense_replace": 2}, {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}]
+    ("dense", "sparse"),
+    [
+        ({"first_k_dense_replace": 2}, (2, 3)),
+        ({"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}, (2, 3)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"moe_layer_interval": 2}, (1, 3)),
+    ],
 )
-def test_dense_layers_of_a_mixture_are_counted_without_experts(dense: dict[str, Any]) -> None:
+def test_dense_layers_of_a_mixture_are_counted_without_experts(
+    dense: dict[str, Any], sparse: tuple[int, int]
+) -> None:
     fields = {
         **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100},
         **{"intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8},
@@ -1309,7 +1317,7 @@ def test_dense_layers_of_a_mixture_are_counted_without_experts(dense: dict[str, 
     every, shape = (present(sizing.shape_of_config(config, 2)) for config in (fields, fields | dense))
 
     experts = [layer.name for layer in shape.adaptable if layer.experts]
-    assert experts == ["model.layers.2.mlp.experts", "model.layers.3.mlp.experts"]
+    assert experts == [f"model.layers.{number}.mlp.experts" for number in sparse]
     of_experts, of_dense = 8 * 3 * 64 * 32 + 8 * 64, 3 * 64 * 128
     assert every.parameters - shape.parameters == 2 * (of_experts - of_dense)
 

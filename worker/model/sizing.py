@@ -1378,7 +1378,9 @@ def _sparse_layers(text: Mapping[str, Any], layers: int) -> Sequence[int]:
     if isinstance(kinds := text.get("mlp_layer_types"), list):
         return [number for number, kind in enumerate(kinds[:layers]) if kind != "dense"]
     dense = {*range(int(text.get("first_k_dense_replace") or 0)), *(text.get("mlp_only_layers") or ())}
-    return [number for number in range(layers) if number not in dense]
+    # Every such layer has experts, the first one at the end of an interval.
+    interval = int(text.get("decoder_sparse_step") or text.get("moe_layer_interval") or 1)
+    return [number for number in range(layers) if number not in dense and (number + 1) % interval == 0]
 
 
 def _expert_layers(
