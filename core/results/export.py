@@ -322,12 +322,7 @@ def _recipe(
         },
         "grader_sha256": digest(method["grader"]) if "grader" in method else None,
         "resolved_hyperparameters": job.resolved,
-        "base_model": _base(registry, job.model)
-        | _quantization(session, job)
-        | {
-            "sampled_sha256": _announced(session, job, "base_sampled_sha256"),
-            "revision": _announced(session, job, "base_revision"),
-        },
+        "base_model": _base(registry, job.model) | _quantization(session, job) | _trained_on(session, job),
         "lineage": None if parent is None else parent.as_data(),
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
@@ -340,6 +335,14 @@ def _recipe(
             "valid_difference": checkpoint.metrics.get("full_valid_difference"),
             "files": [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files],
         },
+    }
+
+
+def _trained_on(session: Session, job: Job) -> dict[str, Any]:
+    """Which files the base model was when the job loaded it; None: unknown."""
+    return {
+        "files_sha256": _announced(session, job, "base_files_sha256"),
+        "revision": _announced(session, job, "base_revision"),
     }
 
 

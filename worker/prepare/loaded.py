@@ -72,7 +72,7 @@ def base_files(policy: Policy) -> dict[str, str]:
     """Which files the base model is, for the passports of the job: a hash of a folder's, or the revision of the hub."""
     if isinstance(policy.source, Path):
         found = fingerprint.of_copies(policy.source)
-        return {"base_files_sha256": found} if found else {}
+        return {"base_sampled_sha256": found} if found else {}
     revision = getattr(policy.causal.config, "_commit_hash", None)
     return {"base_revision": revision} if revision else {}
 
