@@ -30,7 +30,8 @@ def of_folder(folder: Path) -> str:
 def of_copies(folder: Path) -> str:
     """A hash of the files of a folder that copies of it on other machines share; empty if they cannot be read.
 
-    It has each file's name, size, and contents or blocks of them (`of_contents`), and no times.
+    It has each file's name, size, and contents or blocks of them (`of_contents`), and no times: other contents between
+    the blocks have the same hash.
     """
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())

@@ -121,10 +121,18 @@ def read(content: bytes) -> Passport:
 
     Raises:
         InvalidPassport: it is no passport of this version, or its signature does not match. Nothing may be added to it,
-            so parts that are not signed are refused, and names that occur twice in an object.
+            so parts that are not signed are refused, and names that occur twice in an object. 0.50 for 0.5 is refused
+            too: other readers may show other digits.
     """
     try:
-        parsed = json.loads(content, object_pairs_hook=_object, parse_constant=_refuse)
+        # Of bytes, json.loads would also take UTF-16, and raw halves of surrogate pairs.
+        parsed = json.loads(
+            content.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_refuse,
+            parse_float=_float,
+            parse_int=_int,
+        )
     except (ValueError, RecursionError) as cause:
         raise InvalidPassport(f"It is not valid JSON: {cause}") from cause
     if not isinstance(parsed, dict) or sorted(parsed) != sorted(_PARTS):
@@ -134,7 +142,7 @@ def read(content: bytes) -> Passport:
     try:
         key = Ed25519PublicKey.from_public_bytes(public_key)
         key.verify(signature, PREFIX + canonical(statement))
-    except (InvalidSignature, ValueError) as cause:
+    except (InvalidSignature, ValueError, RecursionError) as cause:
         raise InvalidPassport(
             "The signature does not match: the statement, the key or the signature was changed."
         ) from cause
@@ -170,11 +178,28 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number of JSON")
 
 
+def _float(text: str) -> float:
+    number = float(text)
+    if repr(number) != text:
+        raise ValueError(f"{text} is not a number as a passport writes it")
+    return number
+
+
+def _int(text: str) -> int:
+    number = int(text)
+    if str(number) != text:
+        raise ValueError(f"{text} is not a number as a passport writes it")
+    return number
+
+
 def _bytes(value: Any, name: str) -> bytes:
     try:
-        return base64.b64decode(value, validate=True)
+        decoded = base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError, TypeError) as cause:
         raise InvalidPassport(f"Its {name} is not base64.") from cause
+    if base64.b64encode(decoded).decode() != value:  # the last character may have bits that decoding ignores
+        raise InvalidPassport(f"Its {name} is not base64 as a passport writes it.")
+    return decoded
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
@@ -183,13 +208,11 @@ def listed(folder: Path) -> list[dict[str, Any]]:
     return [{"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files]
 
 
-def is_beside(passport: Passport, folder: Path) -> bool:
-    """Whether a folder has any file of the passport's export."""
-    return any((folder / file.name).exists() for file in passport.files)
-
-
 def problems_of_files(passport: Passport, folder: Path) -> list[str]:
-    """One sentence for each file of the export that a folder lacks, or has with another content."""
+    """One sentence for each difference between the files of an export and those of a folder.
+
+    A file that the passport does not list is one: a loader may read it in place of, or beside, those that were signed.
+    """
     found = []
     for file in passport.files:
         path = folder / file.name
@@ -197,13 +220,9 @@ def problems_of_files(passport: Passport, folder: Path) -> list[str]:
             found.append(f"{file.name} is missing.")
         elif _sha256(path) != file.sha256:
             found.append(f"{file.name} does not have the content that was signed.")
-    return found
-
-
-def uncovered(passport: Passport, folder: Path) -> list[str]:
-    """The names in a folder that the passport says nothing about."""
     known = {FILE, *(file.name for file in passport.files)}
-    return sorted(path.name for path in folder.iterdir() if path.name not in known)
+    more = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    return found + [f"{name} is not in the passport: move it out of the folder." for name in more]
 
 
 def _sha256(path: Path) -> str:

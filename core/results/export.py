@@ -76,7 +76,7 @@ class TakeHome:
         """Of the names and contents: equal for archives that are equal byte for byte."""
         contents = [(file.name, file.sha256) for file in self.files]
         texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in self.texts.items()]
-        return _digest([self.folder, contents, texts])
+        return digest([self.folder, contents, texts])
 
     def files_in(self, start: int, end: int) -> list[StoredFile]:
         """The stored files of whose contents the bytes from `start` to before `end` of the tar have some."""
@@ -245,7 +245,7 @@ def gather(
             checkpoint.id, f"{job.id} at step {checkpoint.step}"
         )
         page = session.get(RolloutPage, (job.id, checkpoint.step, "valid"))
-        said = issuer and passport.described(session, issuer, job, checkpoint, name, recipe)
+        said = None if issuer is None else passport.described(session, issuer, job, checkpoint, name, recipe)
     rank = (
         _highest_rank(blobs, files) if names_experts((job.resolved or {}).get("lora_targets", ())) else None
     )
@@ -339,9 +339,9 @@ def _recipe(
 
 
 def _trained_on(session: Session, job: Job) -> dict[str, Any]:
-    """Which files the base model was when the job loaded it; None: unknown."""
+    """The files of the base model when the job loaded it; None: unknown. `sampled_sha256` is not of whole contents."""
     return {
-        "files_sha256": _announced(session, job, "base_files_sha256"),
+        "sampled_sha256": _announced(session, job, "base_sampled_sha256"),
         "revision": _announced(session, job, "base_revision"),
     }
 

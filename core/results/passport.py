@@ -18,19 +18,21 @@ from core.errors import NoPassportKey
 from core.jobs import events, usage
 from core.jobs.budgets import Price
 from core.passports import TYPE, VERSION, Signer, digest
-from core.results import grader_audits, rollouts
+from core.results import grader_audits, ledger, rollouts
 from core.results.lineage import Parent
 from core.results.prompt_histories import last_message_text
 from core.results.rollout_filters import Wanted
 from core.results.rollouts import Matches, OpenPage, Row, SamplePosition
 from core.settings import Settings
 from core.storage.store import BlobStore
+from core.stored_graders import behavior_of
 from core.text import storable_json
 
 SAMPLES = 20
 SHOWN_CHARACTERS = 2_000
 KEY_FILE = "passport_key"
 MAX_ANCESTORS = 100
+UNUSABLE = "The passport key in the service's data folder cannot be used"
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def signer_of(settings: Settings) -> Signer | None:
         return Signer.parse(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as cause:
-        raise NoPassportKey(
-            f"The passport key in the service's data folder cannot be used: {cause}"
-        ) from cause
+    except OSError as cause:  # whose own text has the path of the file
+        raise NoPassportKey(f"{UNUSABLE}: {cause.strerror}") from cause
+    except ValueError as cause:
+        raise NoPassportKey(f"{UNUSABLE}: {cause}") from cause
 
 
 def key_file(settings: Settings) -> Path:
@@ -94,7 +96,7 @@ def described(
         "settings": {
             "method": job.method,
             "seed": job.seed,
-            "hyperparameters": job.body["hyperparameters"],
+            "hyperparameters": request["hyperparameters"],
             "resolved_hyperparameters": job.resolved,
         },
         "verdict": recipe["verdict"],
@@ -102,6 +104,16 @@ def described(
         "audit": audit_of(session, job, recipe["data"]["training_file"]["sha256"]),
         "usage": {key: value for key, value in used.items() if key != "cost"},
         "cost": used.get("cost"),
+        "ledger": ledger_of(session, job),
+    }
+
+
+def ledger_of(session: Session, job: Job) -> dict[str, Any]:
+    """The sums of the job's ledger by bucket (docs/howto/ledger.md). Buckets without an amount are absent."""
+    sums = ledger.of_job(session, job)
+    return {
+        "tokens": {bucket: count for bucket, count in sums.tokens.items() if count},
+        "gpu_seconds": {bucket: ledger.seconds_of(time) for bucket, time in sums.gpu_time.items() if time},
     }
 
 
@@ -136,7 +148,7 @@ def audit_of(session: Session, job: Job, training_sha256: str | None) -> dict[st
     grader = job.body.get("grader")
     if grader is None or training_sha256 is None:
         return None
-    behavior = grader_audits.behavior_of(grader)
+    behavior = behavior_of(grader)
     audit = grader_audits.newest(session, job.project_id, behavior, training_sha256)
     return None if audit is None else grader_audits.summary(audit)
 

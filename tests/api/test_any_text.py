@@ -413,6 +413,7 @@ def as_a_worker_writes(house: House, known: Mapping[str, str], text: str) -> Non
         "prompt_tokens": 1, "completion_tokens": 1, "score": None, "reason": text, "sub_scores": {text: None},
         "output": text, "item": {text: text},
         "output_tools": [{"id": text, "type": "function", "function": {"name": text, "arguments": text}}],
+        "conversation": [{"role": "tool", "content": text}], "stop": "final", "trace_id": text,
     }  # fmt: skip
     item = {
         "id": "o", "line": 1, "datasource_item_id": 1, "status": "fail", "created_at": 1,

@@ -14,8 +14,9 @@ from core import passports
 from core.database.tables import Checkpoint, GraderAudit, Job, TunedModel
 from core.jobs import events
 from core.passports import Signer
-from core.results import background, grader_audits
+from core.results import background
 from core.results.passport import KEY_FILE, SAMPLES, SHOWN_CHARACTERS
+from core.stored_graders import behavior_of
 from tests.api.conftest import GRADER, House
 from tests.api.test_rollouts import row, store
 
@@ -115,7 +116,6 @@ def test_the_archive_has_the_same_passport_and_the_files_that_it_lists(
     assert passport.fingerprint == signer.fingerprint
     assert {file.name for file in passport.files} == {FILE["name"], "README.md", "reproduce.json"}
     assert passports.problems_of_files(passport, folder) == []
-    assert passports.uncovered(passport, folder) == []
 
 
 def test_the_same_state_has_the_same_passport(api: TestClient, job_id: str, signer: Signer) -> None:
@@ -182,7 +182,7 @@ def test_the_audit_is_that_of_this_grader_on_this_file(
                 project_id=house.project.id,
                 request={},
                 training_sha256=hashlib.sha256(b'{"messages": []}\n').hexdigest(),
-                behavior_sha256=grader_audits.behavior_of(GRADER),
+                behavior_sha256=behavior_of(GRADER),
                 version="v",
                 status=background.COMPLETED,
                 progress={},

@@ -45,16 +45,17 @@ def test_a_download_is_verified_with_all_its_files_and_without_a_server(
     assert main(["verify", str(folder), "--key", signer.fingerprint.upper()]) == 0
 
     said = capsys.readouterr()
-    assert "valid" in said.out and "with 4 files beside it" in said.out
+    assert "valid" in said.out and "4 files checked" in said.out
     assert signer.fingerprint in said.out
-    assert said.err == ""
+    assert "not that it is true" in said.err
+    assert "not pinned" not in said.err
 
 
 def test_without_a_pinned_key_it_is_said_that_anyone_may_have_signed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(folder / "passport.json")]) == 0
-    assert "Anyone can sign" in capsys.readouterr().err
+    assert "anyone can sign" in capsys.readouterr().err
 
 
 def test_another_key_than_the_pinned_one_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,11 +78,23 @@ def test_a_changed_file_is_found(
     assert f"{name} does not have the content that was signed." in capsys.readouterr().out
 
 
-def test_a_file_that_was_added_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "more.py").write_text("")
+def test_a_file_that_was_added_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loader would take a chat template that lies there."""
+    (folder / "chat_template.jinja").write_text("")
 
-    assert main(["verify", str(folder)]) == 0
-    assert "Not covered by the passport: more.py" in capsys.readouterr().err
+    assert main(["verify", str(folder)]) == 1
+    assert "chat_template.jinja is not in the passport" in capsys.readouterr().out
+
+
+def test_other_files_in_place_of_all_that_were_signed_are_found(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.iterdir():
+        if path.name != "passport.json":
+            path.rename(folder / f"other-{path.name}")
+
+    assert main(["verify", str(folder)]) == 1
+    assert "adapter_model.safetensors is missing." in capsys.readouterr().out
 
 
 def test_a_changed_passport_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +139,7 @@ def test_the_passport_of_a_job_is_written_and_verified(
     assert main(["jobs", "passport", job_id, "--checkpoint", checkpoint_id, "--to", str(path)]) == 0
     assert main(["verify", str(path)]) == 0
 
-    assert "with no files beside it" in capsys.readouterr().out
+    assert "No files were checked" in capsys.readouterr().err
     assert json.loads(path.read_text()) == stored == client.jobs.passport(job_id, checkpoint_id=checkpoint_id)
 
 

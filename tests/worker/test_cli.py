@@ -28,7 +28,7 @@ from core.database.engine import Database
 from core.database.migrate import migrating
 from core.database.tables import ApiKey
 from core.passports import Signer, new_key
-from core.results.passport import key_file, signer_of
+from core.results.passport import KEY_FILE, key_file, signer_of
 from core.settings import Settings
 from core.tenancy import keys
 from tests.present import present, untyped
@@ -559,6 +559,7 @@ def test_up_makes_the_key_of_passports_once_and_for_its_user_alone(tmp_path: Pat
     assert key_file(settings).read_text() == made
     assert stat.S_IMODE(key_file(settings).stat().st_mode) == 0o600
     assert signer_of(settings) is not None
+    assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE], "nothing else"
 
 
 def test_a_key_of_passports_that_the_operator_gives_needs_no_file(tmp_path: Path) -> None:

@@ -868,8 +868,7 @@ def make_passport_key(settings: Settings) -> None:
     path = key_file(settings)
     if not settings.passport_key and not path.exists():
         try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(new_key() + "\n")
+            private.write_new_file(path, new_key() + "\n")
         except OSError as cause:
             raise UsageError(
                 f"REGRAFT_DATA_DIR: the passport key cannot be written to {path} ({cause.strerror})"

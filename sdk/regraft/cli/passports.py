@@ -2,44 +2,43 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from regraft.cli.output import answer, say
 from regraft.cli.shared import DONE, NO, Refused
 
-ANYONE = "Anyone can sign with another key: pin the deployment's fingerprint with --key."
+ANYONE = "The key is not pinned, and anyone can sign with another one: give the deployment's fingerprint with --key."
+NOT_PROVEN = "The signature proves who signed the statement, not that it is true, or when it was signed."
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Exit code 1: the passport or a file beside it was changed, or another key has signed it."""
+    """Exit code 1: the passport or the folder's files were changed, or another key has signed it."""
     from regraft._rules import passports
 
-    path = Path(arguments.file)
-    path = path / passports.FILE if path.is_dir() else path
+    given, pinned = Path(arguments.file), None if arguments.key is None else _pinned(arguments.key)
+    is_folder = given.is_dir()
+    path = given / passports.FILE if is_folder else given
     content = path.read_bytes()  # an OSError says the path
     try:
         passport = passports.read(content)
     except passports.InvalidPassport as invalid:
         return _answer(arguments, path, [str(invalid)])
-    is_beside = passports.is_beside(passport, path.parent)
-    problems = passports.problems_of_files(passport, path.parent) if is_beside else []
-    if arguments.key is not None and _pinned(arguments.key) != passport.fingerprint:
+    problems = passports.problems_of_files(passport, given) if is_folder else []
+    if pinned not in (None, passport.fingerprint):
         problems.insert(0, f"It is signed by another key, with the fingerprint {passport.fingerprint}.")
-    uncovered = passports.uncovered(passport, path.parent) if is_beside else []
-    checked = f"{len(passport.files)} files beside it" if is_beside else "no files beside it"
     found = {
-        "model": passport.statement.get("model"),
+        "model": _printable(str(passport.statement.get("model"))),
         "fingerprint": passport.fingerprint,
-        "key_is_pinned": arguments.key is not None,
-        "files": len(passport.files) if is_beside else 0,
-        "uncovered": uncovered,
+        "key_is_pinned": pinned is not None,
+        "files_checked": len(passport.files) if is_folder else 0,
     }
-    code = _answer(arguments, path, problems, checked, found)
-    if uncovered:
-        say(f"Not covered by the passport: {', '.join(map(_printable, uncovered))}")
-    if arguments.key is None:
+    code = _answer(arguments, path, problems, found)
+    say(NOT_PROVEN)
+    if not is_folder:
+        say("No files were checked: name the folder of the export to check them.")
+    if pinned is None:
         say(ANYONE)
     return code
 
@@ -57,26 +56,18 @@ def _answer(
     arguments: argparse.Namespace,
     path: Path,
     problems: Sequence[str],
-    checked: str = "",
-    found: dict[str, Any] | None = None,
+    found: Mapping[str, Any] | None = None,
 ) -> int:
-    value = {
-        "file": str(path),
-        "valid": not problems,
-        "problems": list(map(_printable, problems)),
-        **(found or {}),
-    }
-    if found is not None:
-        value |= {
-            "model": _printable(str(found["model"])),
-            "uncovered": list(map(_printable, found["uncovered"])),
-        }
+    """Print the result. `found`: the facts of a passport with a valid signature."""
+    shown = [_printable(problem) for problem in problems]
+    value = {"file": str(path), "valid": not problems, "problems": shown, **(found or {})}
 
     def text() -> str:
         if problems:
-            return "\n".join(f"{path}: {_printable(problem)}" for problem in problems)
-        assert found is not None, "a passport without problems was read"
-        return f"{path}: valid: {value['model']}, with {checked}; signed by {found['fingerprint']}"
+            return "\n".join(f"{path}: {problem}" for problem in shown)
+        return "{file}: valid: {model}, {files_checked} files checked; signed by {fingerprint}".format(
+            **value
+        )
 
     answer(arguments, value, text)
     return NO if problems else DONE
