@@ -66,6 +66,11 @@ def test_updates_are_looked_for_where_pins_are() -> None:
 FRAGMENTS = [path for path in (ROOT / "changelog.d").iterdir() if path.name != "README.md"]
 
 
+def test_the_first_version_has_a_page_and_no_fragments() -> None:
+    """Nothing was released that it could have changed or mended."""
+    assert FRAGMENTS == [] or PYPROJECT["project"]["version"] != "0.1.0"
+
+
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.name)
 def test_a_fragment_of_the_changelog_has_a_kind_and_a_sentence(fragment: Path) -> None:
     assert re.fullmatch(rf"(\d+|\+[a-z0-9-]+)\.({'|'.join(KINDS)})\.md", fragment.name)

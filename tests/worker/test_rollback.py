@@ -55,6 +55,19 @@ def test_the_recorded_run_that_collapsed_continues_from_the_start_at_a_third_of_
     assert found.evidence.startswith("Collapse: ")
 
 
+@pytest.mark.parametrize(("batch_size", "steps"), [(1, [3, 4, 8]), (2, [3, 4, 8]), (4, [2])])
+def test_a_few_prompts_are_no_certain_collapse(batch_size: int, steps: list[int]) -> None:
+    """An easy prompt may come before hard ones."""
+    easy = {"step": 1, "train_mean_reward": 0.5, "groups_mixed_share": 1.0, "sampling_entropy": 4.7}
+    hard = {"train_mean_reward": 0.0, "groups_mixed_share": 0.0, "sampling_entropy": 4.6}
+    seen = [StepMetrics.load(one) for one in [easy, *(hard | {"step": step} for step in range(2, 9))]]
+
+    for step in steps:
+        history = History.of(seen[:step])
+        assert rollback(history, tuple, settings(batch_size=batch_size), Thresholds()) is None
+        assert rollback(history, tuple, settings(batch_size=8), Thresholds()) is not None
+
+
 def test_it_continues_from_the_newest_checkpoint_without_evidence_of_damage() -> None:
     step = collapse()
 
@@ -161,19 +174,19 @@ def test_a_judge_that_drifts_rolls_nothing_back() -> None:
 
 
 class Collapsing(SkillTrainer):
-    """Loses all skill in its third update, unless it has been told to learn slowly."""
+    """Loses all skill from its third update on, unless it has been told to learn slowly."""
 
     slow = False
 
     def step(self) -> UpdateMetrics:
         update = super().step()
-        if self.updates == 3 and not self.slow:
+        if self.updates >= 3 and not self.slow:
             self.skill.chance = 0.0
         return update
 
 
 def test_the_next_attempt_continues_from_there_and_the_event_stays(bench: Bench) -> None:
-    asked: dict[str, Any] = {"n_epochs": 4, "eval_interval": 2, "advanced": {"group_size": 4}}
+    asked: dict[str, Any] = {"n_epochs": 8, "batch_size": 4, "eval_interval": 2, "advanced": {"group_size": 4}}
     skill = Skill()
     run = bench.run(trainer=Collapsing(skill), skill=skill, **asked)
     run.recorder.resolved(run.experience.settings)

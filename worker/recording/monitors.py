@@ -230,6 +230,19 @@ def is_lost(steps: Steps) -> bool:
     return start is not None and bool(rewards) and statistics.fmean(rewards) <= start[1]
 
 
+def has_lost_signal(steps: Steps, step: int) -> bool:
+    """Return whether the answers that the model of this step gave next have lost half the reward and all signal.
+
+    One step is enough, where the rule `collapse` takes the mean of several and so fires later.
+    """
+    start = first(steps, "train_mean_reward")
+    next_step = next((one for one in steps if one.step == step + 1), None)
+    if start is None or next_step is None or next_step.train_mean_reward is None:
+        return False
+    fell = start[1] - next_step.train_mean_reward
+    return next_step.has_signal is False and fell > reward_unit(steps) / 2
+
+
 def is_improved(steps: Steps, step: int) -> bool:
     """Return whether validation of this step is above that of step 0 by more than chance."""
     lows = (one.full_valid_difference_low for one in steps if one.step == step)

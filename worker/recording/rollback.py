@@ -17,6 +17,8 @@ ALARM_RULE = "alarm_rollback"  # after an alarm, so that a collapse can still be
 # A judge that drifts is no fault of the model, and an earlier checkpoint does not mend it.
 ROLLS_BACK = tuple(rule for rule in ALARMS if rule != "judge_drift")
 RATE = 1 / 3  # of the learning rate that collapsed
+# After step 1. The rewards of a few prompts say more of the prompts than of the policy.
+PROMPTS_OF_A_COLLAPSE = 8
 ALARM_RATE = 1 / 2  # of the one at which an alarm fired
 
 
@@ -47,7 +49,9 @@ def rollback(
         before = (step for step in sorted(saved(), reverse=True) if step < now)
         return next((step for step in before if is_healthy(steps, step, thresholds)), 0)
 
-    if is_collapsing and "collapse" in found and monitors.is_lost(steps):
+    prompts = settings.batch_size * min(monitors.WINDOW, now - 1)
+    is_certain = prompts >= PROMPTS_OF_A_COLLAPSE and monitors.is_lost(steps)
+    if is_collapsing and "collapse" in found and is_certain:
         collapse = found["collapse"]
         evidence = collapse.message.removesuffix(" Lower the learning rate.")
         number = collapse.data.get
@@ -81,4 +85,6 @@ def _has_no_alarm(steps: Steps, step: int, thresholds: Thresholds) -> bool:
 
 
 def _is_healthy(steps: Steps, step: int, thresholds: Thresholds) -> bool:
-    return monitors.is_improved(steps, step) or monitors.damage(steps, step, thresholds) is None
+    if monitors.is_improved(steps, step):
+        return True
+    return not monitors.has_lost_signal(steps, step) and monitors.damage(steps, step, thresholds) is None
