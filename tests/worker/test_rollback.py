@@ -186,7 +186,12 @@ class Collapsing(SkillTrainer):
 
 
 def test_the_next_attempt_continues_from_there_and_the_event_stays(bench: Bench) -> None:
-    asked: dict[str, Any] = {"n_epochs": 8, "batch_size": 4, "eval_interval": 2, "advanced": {"group_size": 4}}
+    asked: dict[str, Any] = {
+        "n_epochs": 8,
+        "batch_size": 4,
+        "eval_interval": 2,
+        "advanced": {"group_size": 4},
+    }
     skill = Skill()
     run = bench.run(trainer=Collapsing(skill), skill=skill, **asked)
     run.recorder.resolved(run.experience.settings)
