@@ -17,6 +17,7 @@ from core.passports import Signer
 from core.results import background
 from core.results.passport import KEY_FILE, SAMPLES, SHOWN_CHARACTERS
 from core.stored_graders import behavior_of
+from tests import factories
 from tests.api.conftest import GRADER, House
 from tests.api.test_rollouts import row, store
 
@@ -96,6 +97,24 @@ def test_the_statement_has_the_hashes_the_verdict_and_the_costs(
     assert (statement["usage"]["gpu_seconds"], statement["cost"]) == (3.5, None)
     assert (statement["audit"], statement["alarms"], statement["lineage"]) == (None, [], [])
     assert statement["checkpoint"]["files"] == [FILE]
+
+
+def test_the_ledger_has_the_sums_of_all_steps_by_bucket(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], signer: Signer
+) -> None:
+    job_id = str(create_job()["id"])
+    deliver(house, job_id, usage={"unused_tokens": 20})
+    with house.database.write() as session:
+        job = session.query(Job).where(Job.id == job_id).one()
+        for step, learned in ((1, 60), (2, 80)):
+            timing = {"step": {"sampling": 6.0, "training": 2.0, "eval": 0.5}}
+            tokens = {"learned_tokens": learned, "zero_variance_tokens": 20}
+            factories.step(session, job, step, tokens=learned + 20, timing=timing, **tokens)
+
+    assert statement_of(api, job_id)["ledger"] == {
+        "tokens": {"learned": 140, "zero_variance": 40, "unused": 20},
+        "gpu_seconds": {"learned": 13.3, "zero_variance": 2.7, "validation": 1.0},
+    }
 
 
 def test_the_archive_has_the_same_passport_and_the_files_that_it_lists(

@@ -114,7 +114,7 @@ VALIDATE = Command(
 
 VERIFY = Command(
     "verify",
-    "verify the passport of a model, and the files beside it, without a server",
+    "verify the passport of a model, and the files of a folder with one, without a server",
     arg("file", "FILE", "a passport, or the folder of an export that has one"),
     arg(
         "--key",
