@@ -13,6 +13,7 @@ ServiceError                    500 server_error
 │   ├── ModelNotFound           names the models that are most like it
 │   ├── TunedModelNotFound
 │   ├── NoEmbeddingModel        no model of this service can embed
+│   ├── NoPassportKey           the operator has set no key that signs passports
 │   ├── ResponseNotFound        responses are not stored
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
@@ -257,6 +258,17 @@ class NoEmbeddingModel(NotFound):
             f"The model '{model}' cannot create embeddings: this service has no embedding models.",
             param="model",
         )
+
+
+class NoPassportKey(NotFound):
+    code = "no_passport_key"
+
+    def __init__(
+        self,
+        message: str = "This service has no key that signs passports. The operator sets REGRAFT_PASSPORT_KEY "
+        "(docs/howto/passports.md).",
+    ) -> None:
+        super().__init__(message)
 
 
 class ResponseNotFound(NotFound):

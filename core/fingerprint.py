@@ -27,6 +27,20 @@ def of_folder(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def of_copies(folder: Path) -> str:
+    """A hash of the files of a folder that copies of it on other machines share; empty if they cannot be read.
+
+    It has each file's name, size, and contents or blocks of them (`of_contents`), and no times: other contents between
+    the blocks have the same hash.
+    """
+    try:
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        parts = [(path.name, of_contents(path)) for path in files]
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def of_contents(file: Path) -> str:
     """A hash of a file's size and contents, or of blocks of them. Raises OSError."""
     digest = hashlib.sha256()

@@ -136,6 +136,10 @@ class Settings(BaseSettings):
     # the setting is read once.
     first_key: str = Field(default="", repr=False)
 
+    # Private key that signs the passports of models (docs/howto/passports.md): 32 bytes in base64, as `openssl rand
+    # -base64 32` prints them. Empty: the file `passport_key` of the data folder, which `up` creates; without it, none.
+    passport_key: str = Field(default="", repr=False)
+
     # Private hosts that webhooks may be sent to: host names, comma separated, `*` matches any run of characters
     # (docs/howto/webhooks.md).
     webhook_private_hosts: str = ""
@@ -346,6 +350,14 @@ class Settings(BaseSettings):
         if key and not re.fullmatch(r"\S{32,200}", key):
             raise PydanticCustomError("first_key", "must have 32 to 200 characters and no white space")
         return key
+
+    @field_validator("passport_key")
+    @classmethod
+    def _is_a_private_key(cls, text: str) -> str:
+        if text and not re.fullmatch(r"[A-Za-z0-9+/]{43}=", text.strip()):
+            message = "must be 32 bytes in base64, as `openssl rand -base64 32` prints them"
+            raise PydanticCustomError("passport_key", message)
+        return text.strip()
 
     @field_validator("sso_header", "sso_groups_header")
     @classmethod

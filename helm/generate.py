@@ -23,6 +23,7 @@ OWN = {
     "models_file", "graders_file", "hardware_file",
     "inference_url", "inference_key", "inference_previous_key", "host", "port", "gpu_class", "metrics_port", "ranks",
     "nodes", "node_rank", "rendezvous", "adapter_cache_bytes", "inference_kv_cache_gib", "first_key",
+    "passport_key",
     "samplers", "samplers_key", "samplers_previous_key", "sampling_gpus", "console_hosts", "claim", "episodes_host",
     "inference_idle_seconds",  # of `up`, which the chart does not run
 }  # fmt: skip

@@ -113,7 +113,7 @@ def test_imports_point_in_one_direction(package: str) -> None:
 
 def test_the_client_needs_only_what_it_is_installed_with() -> None:
     """What a user installs has no server in it: the server's rules that it ships are links, and need nothing else."""
-    allowed = set(sys.stdlib_module_names) | {"regraft", "openai", "httpx2"}
+    allowed = set(sys.stdlib_module_names) | {"regraft", "openai", "httpx2", "cryptography"}
     optional = {"datasets", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "yaml", *OF_AGENTS}
 
     wrong = {

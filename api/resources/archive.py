@@ -10,6 +10,7 @@ from api.http.deps import CurrentProject, ServiceDep
 from api.http.openapi import refusals
 from api.http.ranges import ByteRange, ranged_response, requested_part
 from core.results import export
+from core.results.passport import Issuer
 
 router = APIRouter(prefix="/regraft/checkpoints", tags=["regraft"])
 
@@ -23,7 +24,7 @@ ARCHIVE: dict[int | str, dict[str, Any]] = {
 async def download_checkpoint(
     checkpoint_id: str, request: Request, project: CurrentProject, service: ServiceDep
 ) -> StreamingResponse:
-    """Download the adapter in PEFT format, its tokenizer, a model card and reproduce.json, as an uncompressed tar.
+    """Download the adapter in PEFT format with its tokenizer, model card, reproduce.json and passport, as a tar.
 
     `Range` requests a part of it, and `If-Range` with the `etag` of an earlier answer the whole of an archive that
     changed since, as its model card does with the name of the model. Of the store, a part reads the files that it has
@@ -34,7 +35,8 @@ async def download_checkpoint(
     def gather() -> tuple[export.TakeHome, ByteRange | None, Sequence[export.StoredFile]]:
         with service.database.read() as session:
             checkpoint = export.of_project(session, project.id, checkpoint_id)
-        home = export.gather(service.database, service.blobs, service.registry, checkpoint)
+        issuer = Issuer.of(service.settings)
+        home = export.gather(service.database, service.blobs, service.registry, checkpoint, issuer)
         part = requested_part(
             asked.get("range"), home.tar_bytes, if_range=asked.get("if-range"), etag=f'"{home.sha256}"'
         )

@@ -117,11 +117,16 @@ def has_message(session: Session, job_id: str, message: str) -> bool:
     return session.scalar(same.limit(1)) is not None
 
 
+def warnings(session: Session, job_id: str) -> list[Event]:
+    """The warnings and alarms of the monitors (worker/recording/monitors.py), oldest first."""
+    _, listed = _of_job(job_id)
+    found = session.scalars(listed.where(Event.level == "warn").order_by(Event.seq))
+    return [event for event in found if "rule" in event.data]
+
+
 def warned(session: Session, job_id: str) -> set[str]:
     """The monitors (worker/recording/monitors.py) whose warning the job already has."""
-    _, listed = _of_job(job_id)
-    warnings = session.scalars(listed.where(Event.level == "warn"))
-    return {event.data["rule"] for event in warnings if "rule" in event.data}
+    return {event.data["rule"] for event in warnings(session, job_id)}
 
 
 def discard_steps_after(session: Session, job_id: str, step: int) -> None:

@@ -15,16 +15,18 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database
-from core.database.tables import Checkpoint, Event, File, Job, TunedModel
+from core.database.tables import Checkpoint, Event, File, Job, RolloutPage, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
 from core.jobs.hyperparameter_groups import names_experts
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
 from core.jobs.verdict import Verdict
 from core.masking import hide_in_method
+from core.passports import FILE, digest, render
 from core.registry import Registry
-from core.results import tuned_models
+from core.results import passport, tuned_models
 from core.results.lineage import Parent
+from core.results.passport import Issuer
 from core.step_metrics import StepMetrics
 from core.storage import manifests
 from core.storage.manifests import Damaged
@@ -74,7 +76,7 @@ class TakeHome:
         """Of the names and contents: equal for archives that are equal byte for byte."""
         contents = [(file.name, file.sha256) for file in self.files]
         texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in self.texts.items()]
-        return _digest([self.folder, contents, texts])
+        return digest([self.folder, contents, texts])
 
     def files_in(self, start: int, end: int) -> list[StoredFile]:
         """The stored files of whose contents the bytes from `start` to before `end` of the tar have some."""
@@ -168,18 +170,29 @@ def find(session: Session, name: str) -> Checkpoint:
     Raises:
         NotFound: it does not exist, or the job has no result yet.
     """
+    if (job := session.scalar(select(Job).where(Job.id == name))) is not None:
+        return delivered(session, job)
     model = session.scalar(select(TunedModel).where(TunedModel.name == name))
-    if model is None and (job := session.scalar(select(Job).where(Job.id == name))) is not None:
-        model = session.scalar(select(TunedModel).where(TunedModel.name == job.fine_tuned_model))
-        if model is None:
-            raise NotFound(
-                f"Job {name} has no fine-tuned model (it is {job.status}); name one of its checkpoints."
-            )
     checkpoint = session.scalar(
         select(Checkpoint).where(Checkpoint.id == (model.checkpoint_id if model else name))
     )
     if checkpoint is None:
         raise NotFound(f"There is no checkpoint, tuned model or job {name!r}.")
+    return checkpoint
+
+
+def delivered(session: Session, job: Job) -> Checkpoint:
+    """The checkpoint of the job's result.
+
+    Raises:
+        NotFound: the job has no result yet, or it was deleted.
+    """
+    of_model = select(TunedModel.checkpoint_id).where(TunedModel.name == job.fine_tuned_model)
+    checkpoint = session.scalar(select(Checkpoint).where(Checkpoint.id.in_(of_model)))
+    if checkpoint is None:
+        raise NotFound(
+            f"Job {job.id} has no fine-tuned model (it is {job.status}); name one of its checkpoints."
+        )
     return checkpoint
 
 
@@ -202,8 +215,9 @@ def gather(
     blobs: BlobStore,
     registry: Registry,
     checkpoint: Checkpoint,
+    issuer: Issuer | None,
 ) -> TakeHome:
-    """Collect an export.
+    """Collect an export, with a passport if there is an `issuer`.
 
     Holds no database connection while reading the blob store.
 
@@ -230,6 +244,8 @@ def gather(
         name = tuned_models.names(session, [checkpoint]).get(
             checkpoint.id, f"{job.id} at step {checkpoint.step}"
         )
+        page = session.get(RolloutPage, (job.id, checkpoint.step, "valid"))
+        said = None if issuer is None else passport.described(session, issuer, job, checkpoint, name, recipe)
     rank = (
         _highest_rank(blobs, files) if names_experts((job.resolved or {}).get("lora_targets", ())) else None
     )
@@ -237,6 +253,10 @@ def gather(
         "README.md": model_card(name, recipe, steps, rank).encode(),
         "reproduce.json": (json.dumps(recipe, indent=2, ensure_ascii=False) + "\n").encode(),
     }
+    if issuer is not None and said is not None:
+        said["samples"] = passport.samples(blobs, page, checkpoint.id)
+        said["export"] = {"format": "peft", "files": _listed(files, texts)}
+        texts[FILE] = render(issuer.signer.sign(passport.plain(said)))
     return TakeHome(f"{job.id}-step-{checkpoint.step}", files, texts)
 
 
@@ -255,6 +275,16 @@ def _highest_rank(blobs: BlobStore, files: Sequence[StoredFile]) -> int | None:
         return None
     highest: int = max([config["r"], *config["rank_pattern"].values()])
     return highest
+
+
+def _listed(files: Sequence[StoredFile], texts: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """The files of an export by name, as those of a folder (core/passports.py)."""
+    stored = [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files]
+    written = [
+        {"name": name, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        for name, text in texts.items()
+    ]
+    return sorted(stored + written, key=lambda file: str(file["name"]))
 
 
 def _recipe(
@@ -290,9 +320,9 @@ def _recipe(
             "training_file": _file(session, job, job.training_file),
             **({"validation_file": _file(session, job, job.validation_file)} if job.validation_file else {}),
         },
-        "grader_sha256": _digest(method["grader"]) if "grader" in method else None,
+        "grader_sha256": digest(method["grader"]) if "grader" in method else None,
         "resolved_hyperparameters": job.resolved,
-        "base_model": _base(registry, job.model) | _quantization(session, job),
+        "base_model": _base(registry, job.model) | _quantization(session, job) | _trained_on(session, job),
         "lineage": None if parent is None else parent.as_data(),
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
@@ -305,6 +335,14 @@ def _recipe(
             "valid_difference": checkpoint.metrics.get("full_valid_difference"),
             "files": [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files],
         },
+    }
+
+
+def _trained_on(session: Session, job: Job) -> dict[str, Any]:
+    """The files of the base model when the job loaded it; None: unknown. `sampled_sha256` is not of whole contents."""
+    return {
+        "sampled_sha256": _announced(session, job, "base_sampled_sha256"),
+        "revision": _announced(session, job, "base_revision"),
     }
 
 
@@ -341,11 +379,6 @@ def _quantization(session: Session, job: Job) -> dict[str, Any]:
     """The format of the base model's quantized weights, as the worker announced it; empty if they are not quantized."""
     found = _announced(session, job, "quantization")
     return {} if found is None else {"quantization": found}
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 TASKS = {REWARD_MODEL: "text-classification"}

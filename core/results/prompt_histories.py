@@ -167,11 +167,14 @@ def texts(
 
 
 def _last_message_text(messages: str | None) -> str | None:
-    """The text of the last message, shortened."""
-    said: Any = json.loads(messages) if messages else None
-    if not said:
+    return last_message_text(json.loads(messages) if messages else None, SHOWN_CHARACTERS)
+
+
+def last_message_text(messages: Any, most: int) -> str | None:
+    """The first `most` characters of the text of the last message; None without one."""
+    if not messages:
         return None
-    content = said[-1].get("content")
+    content = messages[-1].get("content")
     if isinstance(content, list):
         content = " ".join(part["text"] for part in content if isinstance(part.get("text"), str))
-    return content[:SHOWN_CHARACTERS] if isinstance(content, str) else None
+    return content[:most] if isinstance(content, str) else None

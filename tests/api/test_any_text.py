@@ -396,8 +396,10 @@ QUERIES = {
     "/v1/regraft/curves": {"jobs": "{job_id}"},
     "/v1/regraft/evals/{eval_id}/compare": {"runs": "{run_id}"},
 }
-# The files of the checkpoint, and the tokens of a rollout.
+# The files of the checkpoint, the tokens of a rollout, and the key that signs passports (tests/api/test_passports.py).
 ABSENT = {
+    "/v1/regraft/jobs/{job_id}/passport",
+    "/v1/regraft/passport_key",
     "/v1/regraft/checkpoints/{checkpoint_id}/archive",
     "/v1/regraft/jobs/{job_id}/rollouts/{rollout_id}/tokens",
 }

@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from core import passports
 from core.database.engine import Database, Work
 from core.database.migrate import upgrade
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
     GraderAudit,
+    Job,
     Preview,
     StepMetric,
     TunedModel,
 )
 from core.evals import batches
 from core.results import evals
+from core.results.passport import KEY_FILE
 from core.tenancy import keys
 from core.tenancy.keys import Scope
 from tests.api.conftest import GRADER, OF_EPISODES, House, created_job, open_house, request_of
@@ -113,6 +116,7 @@ def settle(house: House) -> dict[str, str]:
         )
         model.checkpoint_id = "ftckpt_1"
         session.add(model)
+        session.query(Job).where(Job.id == job["id"]).one().fine_tuned_model = model.name
         permission = CheckpointPermission(model=model.name, project_id=house.project.id)
         session.add(permission)
         session.flush()
@@ -143,6 +147,7 @@ def settle(house: House) -> dict[str, str]:
         )
         session.add(batch)
         batch_id = batch.id
+    (house.folder / KEY_FILE).write_text(passports.new_key())
     house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"format": 1, "files": []}).encode())
     secret = job["id"].removeprefix("ftjob-")
     grader = api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER}).json()

@@ -138,4 +138,4 @@ def exported(
         checkpoint = Checkpoint(job_id=job_id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)
         session.flush()
-    return export.gather(database, blobs, registry, checkpoint)
+    return export.gather(database, blobs, registry, checkpoint, None)

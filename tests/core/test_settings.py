@@ -334,3 +334,13 @@ def test_a_key_that_is_refused_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> 
         Settings()
 
     assert "too-short" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["secret", "A" * 43, "A" * 45])
+def test_a_key_of_passports_of_another_form_is_refused_without_its_text(text: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Settings(passport_key=text)
+
+    said = problems(refused.value)
+    assert "REGRAFT_PASSPORT_KEY: must be 32 bytes in base64" in said
+    assert text not in said

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import regraft
 from openai import OpenAI
 
+from core import passports
 from tests import llama_cpp
 from tests.byte_level import PRE_TOKENIZERS, byte_level_tokenizer
 from tests.e2e.conftest import POLL_SECONDS, Export, Server, jsonl, patient, start_server
@@ -65,6 +67,17 @@ def trained(service: Server, model: str) -> str:
     return job.id
 
 
+def assert_signed(service: Server, folder: Path, format: str) -> None:
+    """The passport in the folder is of the service's key, and of these files."""
+    passport = passports.read((folder / passports.FILE).read_bytes())
+    headers = {"authorization": f"Bearer {service.key}"}
+    served = httpx.get(f"{service.base_url}/regraft/passport_key", headers=headers).json()
+    assert passport.fingerprint == served["fingerprint"]
+    assert passport.statement["export"]["format"] == format
+    assert passport.statement["base_model"]["sampled_sha256"], "hashed by the run"
+    assert passports.problems_of_files(passport, folder) == []
+
+
 def first_token(client: OpenAI, model: str, question: str) -> dict[str, float]:
     """The log-probabilities of the five most likely first tokens of an answer."""
     messages: Any = [{"role": "user", "content": question}]
@@ -83,8 +96,16 @@ def test_llama_cpp_answers_as_the_service_does(service: Server, export: Export, 
     status, errors = export(service, job, tmp_path / "merged", "--format", "gguf")
     assert status == 0, errors
     assert sorted(file.name for file in (tmp_path / "merged").iterdir()) == [
-        *("Modelfile", "README.md", "chat_template.jinja", "model-f16.gguf", "reproduce.json")
+        *(
+            "Modelfile",
+            "README.md",
+            "chat_template.jinja",
+            "model-f16.gguf",
+            "passport.json",
+            "reproduce.json",
+        )
     ]
+    assert_signed(service, tmp_path / "merged", "gguf")
 
     tokenizer = byte_level_tokenizer(PRE_TOKENIZERS["qwen2"])
     differences = []
@@ -114,6 +135,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_and_its_adapter_is_
     assert "it is a WordLevel, and only byte-level BPE is tested" in why
     assert done == 0, errors
     assert (tmp_path / "adapter" / "adapter.gguf").exists()
+    assert_signed(service, tmp_path / "adapter", "gguf-adapter")
     assert not (tmp_path / "adapter" / "Modelfile").exists()
 
 

@@ -613,3 +613,17 @@ def test_what_production_lets_out_leads_to_no_private_address() -> None:
 
     assert len(wide) == 1
     assert {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"} <= set(wide[0]["except"])
+
+
+def test_only_the_api_has_the_key_of_passports_and_only_if_a_secret_is_named() -> None:
+    def holders(**values: Any) -> set[str]:
+        manifests = render(profile("production", **values))
+        return {
+            one["metadata"]["name"]
+            for one in manifests
+            for text in strings(one)
+            if text == "REGRAFT_PASSPORT_KEY"
+        }
+
+    assert holders() == set()
+    assert holders(passportKey={"existingSecret": "regraft-passport-key"}) == {"regraft-api"}

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import socket
+import stat
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -26,9 +27,11 @@ from sqlalchemy import select, text
 from core.database.engine import Database
 from core.database.migrate import migrating
 from core.database.tables import ApiKey
+from core.passports import Signer, new_key
+from core.results.passport import KEY_FILE, key_file, signer_of
 from core.settings import Settings
 from core.tenancy import keys
-from tests.present import untyped
+from tests.present import present, untyped
 from tests.servers import SeaweedFS, reserve_port
 from worker.cli import admin, configuration, main, parser, service
 from worker.cli.parser import UsageError
@@ -544,6 +547,40 @@ def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path: Path) -> None:
     service.prepare(settings)
     [key] = keys_of(settings)
     assert key.sha256 == hashlib.sha256((tmp_path / "api_key").read_bytes().strip()).hexdigest()
+
+
+def test_up_makes_the_key_of_passports_once_and_for_its_user_alone(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+
+    service.make_passport_key(settings)
+    made = key_file(settings).read_text()
+    service.make_passport_key(settings)
+
+    assert key_file(settings).read_text() == made
+    assert stat.S_IMODE(key_file(settings).stat().st_mode) == 0o600
+    assert signer_of(settings) is not None
+    assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE], "nothing else"
+
+
+def test_a_key_of_passports_that_the_operator_gives_needs_no_file(tmp_path: Path) -> None:
+    given = new_key()
+    settings = Settings(data_dir=tmp_path, passport_key=given)
+
+    service.make_passport_key(settings)
+
+    assert not key_file(settings).exists()
+    assert present(signer_of(settings)).fingerprint == Signer.parse(given).fingerprint
+    assert given not in repr(settings)
+
+
+def test_a_damaged_key_of_passports_is_an_error_that_names_its_file(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    key_file(settings).write_text("half-a-secret")
+
+    with pytest.raises(UsageError, match="32 bytes in base64") as refused:
+        service.check_passport_key(settings)
+    assert str(key_file(settings)) in str(refused.value)
+    assert "half-a-secret" not in str(refused.value)
 
 
 def test_the_first_key_is_the_one_that_the_operator_gives(

@@ -67,7 +67,7 @@ def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(
     trained = [step for step in steps if step["step"]]
     assert all(step["grad_norm"] > 0 and step["logprob_gap"] < 1e-3 for step in trained)
 
-    home = export.gather(bench.database, bench.blobs, Registry.load(registry), bench.checkpoints()[-1])
+    home = export.gather(bench.database, bench.blobs, Registry.load(registry), bench.checkpoints()[-1], None)
     home.write(bench.blobs, tmp_path / "adapter")
     policy = policy_on(folder, rank=16, alpha=32)
     prompt, answer = tuple(range(5, 30)), tuple(range(40, 50))

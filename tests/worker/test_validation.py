@@ -722,7 +722,7 @@ def reproduce(bench: Bench) -> Any:
         checkpoint = Checkpoint(job_id=bench.job().id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)
         session.flush()
-    home = export.gather(bench.database, bench.blobs, Registry.load(None), checkpoint)
+    home = export.gather(bench.database, bench.blobs, Registry.load(None), checkpoint, None)
     return json.loads(home.texts["reproduce.json"])
 
 

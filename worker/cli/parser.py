@@ -144,7 +144,7 @@ _API_AND_WORKER = tuple(
 )
 _API = tuple(
     """
-    port first_key console_site console_hosts docs_site sso_header sso_groups_header sso_proxies sso_rules
+    port first_key passport_key console_site console_hosts docs_site sso_header sso_groups_header sso_proxies sso_rules
     drain_requests_seconds max_upload_bytes max_multipart_bytes min_upload_bytes_per_second grader_runs_per_project
     grader_runs_waiting_per_project uploads_per_project uploads_waiting_per_project streams_per_project
     pending_uploads_per_project

@@ -34,11 +34,13 @@ from core.addresses import HostPort, family_of, tls_files
 from core.connections import connection_options
 from core.database.engine import READ_ONLY, Database, Send, earliest_now
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of, open_unchanged, upgrade
-from core.errors import InvalidApiKey
+from core.errors import InvalidApiKey, NoPassportKey
 from core.jobs.queue import WakeUps, open_celery, sender, unread_queues
 from core.masking import hide_secrets
+from core.passports import new_key
 from core.registry import BaseModelEntry, Registry, vllm_problem
 from core.reloaded import Reloaded
+from core.results.passport import key_file, signer_of
 from core.service.service_metrics import ServiceCollector, StoreCollector
 from core.settings import Settings, unknown_variables
 from core.storage import fsck, self_test
@@ -126,6 +128,7 @@ def up(arguments: argparse.Namespace) -> int:
         sole_owner(settings),
     ):
         backends = prepare_worker(settings, _check_tls_files, first_key=True)
+        make_passport_key(settings)
         log.info("log in with: %s", login_command(settings))
         print_console_address(settings, sys.stderr)
         return serve_all(settings, backends, listening, port, add_collector)
@@ -139,6 +142,7 @@ def api(arguments: argparse.Namespace) -> int:
         check_packages(settings)
         check_store(settings)
         prepare(settings)
+        check_passport_key(settings)
         _describe_python_graders(settings)
         send = sender(open_celery(settings.broker_url, settings.gpu_class), partial(unread_queues, settings))
         database, blobs = open_stores(settings)
@@ -857,6 +861,35 @@ def _write_first_key(path: Path, key: str) -> None:
         raise UsageError(
             f"REGRAFT_DATA_DIR: the first API key cannot be written to {path} ({cause.strerror}); no key was created"
         ) from cause
+
+
+def make_passport_key(settings: Settings) -> None:
+    """Create the key that signs passports, unless there is one. Beside other API processes each would have its own."""
+    path = key_file(settings)
+    if not settings.passport_key and not path.exists():
+        try:
+            private.write_new_file(path, new_key() + "\n")
+        except OSError as cause:
+            raise UsageError(
+                f"REGRAFT_DATA_DIR: the passport key cannot be written to {path} ({cause.strerror})"
+            ) from cause
+    check_passport_key(settings)
+
+
+def check_passport_key(settings: Settings) -> None:
+    """Log the fingerprint of the key that signs passports.
+
+    Raises:
+        UsageError: the file of the key holds none.
+    """
+    try:
+        signer = signer_of(settings)
+    except NoPassportKey as unusable:
+        raise UsageError(f"{key_file(settings)}: {unusable.message}") from unusable
+    if signer is None:
+        log.info("passports are off: REGRAFT_PASSPORT_KEY is not set")
+    else:
+        log.info("passports are signed by the key with the fingerprint %s", signer.fingerprint)
 
 
 def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from core import fingerprint
 from core.jobs.hyperparameters import Resolved
 from core.results.lineage import Parent
 from worker.attempt import Attempt
@@ -50,7 +51,8 @@ class LoadedPolicy:
 
     def report(self, recorder: JobRecorder) -> None:
         trained = self.policy.trained
-        recorder.inform(self.verdict.described(trained), self.verdict.as_data(trained))
+        data = self.verdict.as_data(trained) | base_files(self.policy)
+        recorder.inform(self.verdict.described(trained), data)
 
     def connect(
         self, sampler: Sampler, trainer_of: Callable[[Policy], PeftTrainer], recorder: JobRecorder
@@ -64,6 +66,15 @@ class LoadedPolicy:
         if parent is not None and start_from(parent, self.policy, self.plan.checkpoints, *also):
             trainer.start_from_policy()
         return trainer
+
+
+def base_files(policy: Policy) -> dict[str, str]:
+    """Which files the base model is, for the passports of the job: a hash of a folder's, or the revision of the hub."""
+    if isinstance(policy.source, Path):
+        found = fingerprint.of_copies(policy.source)
+        return {"base_sampled_sha256": found} if found else {}
+    revision = getattr(policy.causal.config, "_commit_hash", None)
+    return {"base_revision": revision} if revision else {}
 
 
 class BackgroundPolicy:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from core.database.engine import Database
 from core.errors import CheckpointDamaged, NotFound
 from core.model_templates import CHAT_TEMPLATE
+from core.passports import FILE, listed, read, render
 from core.registry import BaseModelEntry, Registry
 from core.results import export
 from core.results.export import TakeHome
+from core.results.passport import Issuer
 from core.scratch import scratch_folder
 from core.settings import Settings
 from core.storage.disk import NoRoom, require_room, writing_to
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 RECIPE = "reproduce.json"
 TEXTS = ("README.md", RECIPE)
+NO_PASSPORT = "The export has no passport: REGRAFT_PASSPORT_KEY is not set."
 OUTPUT = "--output"  # chooses the disk
 Format = Literal["peft", "merged", "gguf", "gguf-adapter"]
 WeightType = Literal["f16", "q8_0"]
@@ -41,7 +44,7 @@ def export_to(
 ) -> str:
     """Write the checkpoint of `name` (a checkpoint, a model or a job) into `folder`, or exit with an error.
 
-    Returns a sentence for the operator, or "".
+    Returns sentences for the operator, or "".
 
     Args:
         weight_type: of the format gguf.
@@ -53,14 +56,16 @@ def export_to(
         with database.read() as session:
             checkpoint = export.find(session, name)
             base_model = export.base_model(session, checkpoint)
-        home = export.gather(database, blobs, registry, checkpoint)
+        issuer = Issuer.of(settings)
+        home = export.gather(database, blobs, registry, checkpoint, issuer)
         if home.is_whole_model and format in ("merged", "gguf-adapter"):
             sys.exit(
                 f"{name} is a whole model already, without an adapter: export the format peft, as it is, or gguf."
             )
+        unsigned = NO_PASSPORT if issuer is None else ""
         if format == "peft":
             _download(home, blobs, checkpoint.id, folder)
-            return ""
+            return unsigned
         entry = registry.get(base_model)
         with scratch_folder(folder.absolute().parent) as scratch:
             if format != "merged":
@@ -68,11 +73,21 @@ def export_to(
                 refuse_unmapped(entry, settings.model_cache, scratch, with_model=format == "gguf")
             _download(home, blobs, checkpoint.id, scratch)
             with writing_to(folder, OUTPUT):
-                return _write(entry, settings.model_cache, scratch, folder, format, weight_type)
+                note = _write(entry, settings.model_cache, scratch, folder, format, weight_type)
+                if issuer is not None:
+                    _sign(home, issuer, folder, format)
+                return " ".join(filter(None, (note, unsigned)))
     except (NotFound, CheckpointDamaged) as refused:
         sys.exit(refused.message)
     except (NoRoom, Refusal) as refused:
         sys.exit(str(refused))
+
+
+def _sign(home: TakeHome, issuer: Issuer, folder: Path, format: Format) -> None:
+    """Write the passport of the files in `folder`, which has the rest of its statement from that of the checkpoint."""
+    statement = read(home.texts[FILE]).statement
+    export = {"format": format, "files": listed(folder)}
+    (folder / FILE).write_bytes(render(issuer.signer.sign({**statement, "export": export})))
 
 
 def _write(

@@ -22,6 +22,7 @@ from regraft.cli import (
     graders,
     jobs,
     models,
+    passports,
     pipelines,
     results,
     service,
@@ -118,7 +119,8 @@ def function_of(command: Command) -> Callable[[argparse.Namespace], int]:
     if command.columns or command.text:
         return partial(_listed if command.columns else _called, command)
     homes = (
-        sys.modules[__name__], agents, coding_agents, evals, files, graders, jobs, models, pipelines, results, service,
+        sys.modules[__name__], agents, coding_agents, evals, files, graders, jobs, models, passports, pipelines,
+        results, service,
     )  # fmt: skip
     found: Callable[[argparse.Namespace], int] = next(
         getattr(home, command.run) for home in homes if hasattr(home, command.run)

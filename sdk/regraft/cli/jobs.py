@@ -1,10 +1,12 @@
 """The commands of jobs and their previews."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from openai.types.fine_tuning import FineTuningJob
@@ -30,6 +32,7 @@ from regraft.display import Waiting
 from regraft.jobs import grader_of, result_of, verdict_of
 from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, queued_text, sparkline
 from regraft.routes import route
+from regraft.saving import atomic_file
 from regraft.sync.client import Regraft
 from regraft.types import ComparedPair, JobResult, LedgerBucket, Preview, PreviewProgress
 
@@ -270,6 +273,18 @@ def _ledgers(buckets_of: Mapping[str, Sequence[LedgerBucket]]) -> str:
         if any(one.tokens or one.gpu_seconds for one in buckets)
     ]
     return table(["share of tokens / of time", *buckets_of], rows)
+
+
+def jobs_passport(arguments: argparse.Namespace) -> int:
+    passport = connect().jobs.passport(arguments.job_id, checkpoint_id=arguments.checkpoint_id)
+    # ASCII: the file has the signed values whatever the encoding of the terminal is.
+    text = json.dumps(passport, indent=2, sort_keys=True)
+    if arguments.to is None:
+        print(text)
+        return DONE
+    with atomic_file(Path(arguments.to)) as file:
+        file.write((text + "\n").encode())
+    return answer(arguments, {"path": arguments.to}, lambda: str(arguments.to))
 
 
 def jobs_attempts(arguments: argparse.Namespace) -> int:

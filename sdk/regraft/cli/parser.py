@@ -112,6 +112,18 @@ VALIDATE = Command(
     example="regraft validate train.jsonl --grader grader.json",
 )
 
+VERIFY = Command(
+    "verify",
+    "verify the passport of a model, and the files of a folder with one, without a server",
+    arg("file", "FILE", "a passport, or the folder of an export that has one"),
+    arg(
+        "--key",
+        "FINGERPRINT",
+        "of the deployment that must have signed it; without it, anyone may have",
+    ),
+    example="regraft verify adapter --key 3f2a91c0...",
+)
+
 CONVERT = Command(
     "convert",
     "convert a file in another format to a dataset: JSON, CSV, Parquet, Arrow; Alpaca, ShareGPT, TRL and others",
@@ -282,6 +294,14 @@ JOBS = Group(
         "job_id",
         arg("--csv", help="print CSV with a row for each step and bucket"),
         example="regraft jobs ledger ftjob-... --csv > ledger.csv",
+    ),
+    Command(
+        "passport",
+        "print the signed statement about a job's model, or write it to a file",
+        "job_id",
+        arg("--checkpoint", "ID", "default: the checkpoint that the job delivered", dest="checkpoint_id"),
+        arg("-o --to", "FILE"),
+        example="regraft jobs passport ftjob-... --to passport.json",
     ),
     Command("attempts", "list the attempts of a job, oldest first", "job_id"),
     Command("logs", "print the logs of a job's runs", "job_id"),
@@ -704,8 +724,8 @@ SKILL = Group(
 )
 
 TABLE = (
-    LOGIN, INIT, FILES, VALIDATE, CONVERT, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF, USAGE,
-    WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE, MCP, SKILL,
+    LOGIN, INIT, FILES, VALIDATE, CONVERT, VERIFY, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF,
+    USAGE, WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE, MCP, SKILL,
 )  # fmt: skip
 
 

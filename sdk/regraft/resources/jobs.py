@@ -149,6 +149,15 @@ class AsyncJobs(OpenAIAsyncJobs):
         """Return the ledger as CSV, with a row for each step and bucket."""
         return await self._client.get(route("/regraft/jobs", job_id, "ledger", "download"), cast_to=str)
 
+    async def passport(self, job_id: str, *, checkpoint_id: str | None = None) -> dict[str, Any]:
+        """Return the signed statement about the job's model, or about another checkpoint of the job.
+
+        `regraft verify` verifies it. The server signs nothing without a key (NotFoundError, code `no_passport_key`).
+        """
+        path = route("/regraft/jobs", job_id, "passport")
+        answer: Any = await self._client.get(path, cast_to=object, options=_of_checkpoint(checkpoint_id))
+        return dict(answer)
+
     async def watch(self, job_id: str, *, after: str | None = None) -> AsyncIterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
 
@@ -267,6 +276,10 @@ def validate_local(job: JobRequest) -> None:
 
 def _comparison(first: str, others: Sequence[str]) -> str:
     return route("/regraft/jobs", first, "compare") + f"?other={listed(others)}"
+
+
+def _of_checkpoint(checkpoint_id: str | None) -> Any:
+    return {"params": {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id}}
 
 
 def _once() -> Any:

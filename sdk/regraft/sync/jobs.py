@@ -24,6 +24,7 @@ from regraft.resources.jobs import (
     _comparison,
     _display,
     _framed,
+    _of_checkpoint,
     _once,
     _or_raise,
     _say_it_goes_on,
@@ -101,6 +102,15 @@ class Jobs(OpenAIJobs):
     def ledger_csv(self, job_id: str) -> str:
         """Return the ledger as CSV, with a row for each step and bucket."""
         return self._client.get(route("/regraft/jobs", job_id, "ledger", "download"), cast_to=str)
+
+    def passport(self, job_id: str, *, checkpoint_id: str | None = None) -> dict[str, Any]:
+        """Return the signed statement about the job's model, or about another checkpoint of the job.
+
+        `regraft verify` verifies it. The server signs nothing without a key (NotFoundError, code `no_passport_key`).
+        """
+        path = route("/regraft/jobs", job_id, "passport")
+        answer: Any = self._client.get(path, cast_to=object, options=_of_checkpoint(checkpoint_id))
+        return dict(answer)
 
     def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
