@@ -230,6 +230,12 @@ def is_lost(steps: Steps) -> bool:
     return start is not None and bool(rewards) and statistics.fmean(rewards) <= start[1]
 
 
+def is_below_start(steps: Steps) -> bool:
+    """Return whether the newest validation of the last WINDOW steps is below that of step 0 by more than chance."""
+    highs = last(steps[-WINDOW:], "full_valid_difference_high", 1)
+    return bool(highs) and highs[0] < 0
+
+
 def has_lost_signal(steps: Steps, step: int) -> bool:
     """Return whether the answers that the model of this step gave next have lost half the reward and all signal.
 

@@ -50,8 +50,8 @@ def rollback(
         return next((step for step in before if is_healthy(steps, step, thresholds)), 0)
 
     prompts = settings.batch_size * min(monitors.WINDOW, now - 1)
-    is_certain = prompts >= PROMPTS_OF_A_COLLAPSE and monitors.is_lost(steps)
-    if is_collapsing and "collapse" in found and is_certain:
+    has_evidence = prompts >= PROMPTS_OF_A_COLLAPSE or monitors.is_below_start(steps)
+    if is_collapsing and "collapse" in found and has_evidence and monitors.is_lost(steps):
         collapse = found["collapse"]
         evidence = collapse.message.removesuffix(" Lower the learning rate.")
         number = collapse.data.get
