@@ -791,7 +791,7 @@ def _outcome(answer: Mapping[str, Any], limits: SandboxLimits, length: int) -> G
 def _call_outcome(answer: Mapping[str, Any], limits: SandboxLimits) -> CallOutcome:
     if (stopped := _stopped(answer, limits, "output")) is not None:
         return CallOutcome(stopped[0], reason=stopped[1])
-    return _call_result(answer["result"])
+    return call_result(answer["result"])
 
 
 def _stopped(answer: Mapping[str, Any], limits: SandboxLimits, what: str) -> tuple[Kind, str] | None:
@@ -817,7 +817,7 @@ def _stopped(answer: Mapping[str, Any], limits: SandboxLimits, what: str) -> tup
     raise ValueError(f"unknown status {answer['status']!r}")
 
 
-def _call_result(text: str) -> CallOutcome:
+def call_result(text: str) -> CallOutcome:
     """Parse the result of a tool, which is as untrusted as that of a grader.
 
     It may have 14 MiB, which as lists of lists would take hundreds of MiB, so its two texts are all that is read of it.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from graders.sandbox.entries import CALL
-from graders.sandbox.pool import Pool, _call_result
+from graders.sandbox.pool import Pool, call_result
 from graders.tools.protocol import WINDOW, ToolFailed, ToolRequest, ToolResult, ToolsFail
 from graders.tools.python import PythonTools
 from tests.graders.attacks import LIMITS, SHORT
@@ -102,10 +102,10 @@ def test_a_state_is_counted_in_utf8(pool: Pool) -> None:
 
 def test_a_forged_result_is_not_parsed_into_many_objects() -> None:
     forged = '{"output": [' + "[]," * 1_000_000 + '0], "state": "null"}'
-    _call_result(forged[:100])  # what is imported at the first call does not count
+    call_result(forged[:100])  # what is imported at the first call does not count
     tracemalloc.start()
     try:
-        outcome = _call_result(forged)
+        outcome = call_result(forged)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -125,7 +125,7 @@ def test_a_forged_result_is_not_parsed_into_many_objects() -> None:
     ],
 )
 def test_a_result_of_another_form_is_refused(forged: str) -> None:
-    assert _call_result(forged).kind == "bad_result"
+    assert call_result(forged).kind == "bad_result"
 
 
 def test_a_megabyte_of_output_and_of_state_is_the_most(pool: Pool) -> None:
