@@ -1,4 +1,4 @@
-"""Previews of jobs with tools: the inference server and the tool are servers that answer as they are told."""
+"""Previews of jobs with tools: each test chooses what the inference server and the tool answer."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -478,7 +478,7 @@ def test_over_http_a_caller_without_a_key_of_the_service_uses_no_tool(http: str)
     accept = {"accept": "application/json, text/event-stream"}
     keyless: list[Any] = [
         {},
-        *({"authorization": header} for header in ("Bearer nobody", "Basic eDp5", "Bearer ü".encode())),
+        *({"authorization": header} for header in ("Bearer unknown", "Basic eDp5", "Bearer ü".encode())),
     ]
 
     for headers in keyless:
