@@ -138,18 +138,12 @@ def _manifest(folder: Path) -> Path:
 
 def _copy_new(source: BlobStore, target: BlobStore) -> None:
     """Copy the blobs that the target does not have, or has with another size, such as logs that grow."""
+    known = {entry.key: entry.size for entry in target.entries("")}
     for entry in source.entries(""):
-        if _size(target, entry.key) == entry.size:
+        if known.get(entry.key) == entry.size:
             continue
         with suppress(BlobNotFound):  # deleted meanwhile
             target.put_stream(entry.key, source.open(entry.key))
-
-
-def _size(blobs: BlobStore, key: str) -> int | None:
-    try:
-        return blobs.size(key)
-    except BlobNotFound:
-        return None
 
 
 def _count(blobs: BlobStore) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """Tables and a plot for Jupyter: `table(client.jobs.list())`, and `client.jobs.plot(job_id)` with matplotlib."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai.types.fine_tuning import FineTuningJob
 
+from regraft.cli.output import when
 from regraft.jobs import result_of
 from regraft.types import EvalDifference, JobComparison, JobResult, Rollout
 
@@ -85,9 +85,8 @@ _ROLLOUT = ("step", "split", "line", "score", "advantage", "answer", "reason")
 
 def _job(job: Any) -> tuple[str, ...]:
     result = result_of(job)
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.created_at))
     name = job.user_provided_suffix or ""
-    return (name, job.status, job.model, "" if result is None else str(result), created, job.id)
+    return (name, job.status, job.model, "" if result is None else str(result), when(job.created_at), job.id)
 
 
 def _rollout(rollout: Any) -> tuple[str, ...]:

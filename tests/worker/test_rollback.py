@@ -16,6 +16,7 @@ from tests.fakes import Skill, SkillTrainer
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.history import History
+from worker.recording.monitors import has_lost_signal
 from worker.recording.rollback import ALARM_RULE, RULE, rollback
 from worker.run import RunOutcome
 from worker.types import Rollback, UpdateMetrics
@@ -66,6 +67,16 @@ def test_a_few_prompts_are_no_certain_collapse(batch_size: int, steps: list[int]
         history = History.of(seen[:step])
         assert rollback(history, tuple, settings(batch_size=batch_size), Thresholds()) is None
         assert rollback(history, tuple, settings(batch_size=8), Thresholds()) is not None
+
+
+def test_a_hard_prompt_after_a_checkpoint_is_no_damage_and_a_collapse_is() -> None:
+    rewards = [0.5, 0.5, 0.0, 0.6, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    steps = [
+        StepMetrics.load({"step": step, "train_mean_reward": reward, "groups_mixed_share": float(reward > 0)})
+        for step, reward in enumerate(rewards, start=1)
+    ]
+
+    assert [step for step in range(1, 10) if has_lost_signal(steps, step)] == [6, 7, 8, 9]
 
 
 def test_it_continues_from_the_newest_checkpoint_without_evidence_of_damage() -> None:

@@ -34,6 +34,7 @@ NOISE_FACTOR, NOISE_NATS = 3.0, 0.5
 # Of a bad result, and of a damaged model; the first one that holds is named.
 CAUSES = ("collapse", "kl_jump", "truncation", "length_inflation", "overfitting")
 DAMAGES = ("collapse", "kl_jump", "length_inflation")
+MIN_PROMPTS = 8  # the rewards of fewer say more of the prompts than of the policy
 LOST = 0.1  # a training reward lower than at the start by this share of its unit is lost, not noise
 NORMAL_95 = 1.96
 
@@ -216,37 +217,36 @@ def _collapse(steps: Steps, share: float) -> Found | None:
     return f"{message}. Lower the learning rate.", data
 
 
-def is_lost(steps: Steps) -> bool:
+def is_lost(steps: Steps, batch_size: int) -> bool:
     """Return whether a collapse has certainly cost the model what it could do at the start.
 
-    A policy that has solved what it can also gives few different answers. The newest validation of the last WINDOW
-    steps decides: it is not above that of step 0. Without one, the training reward of these steps is not above that
-    of step 1.
+    A validation of the last WINDOW steps that is below that of step 0 by more than chance is enough. Otherwise these
+    steps must have MIN_PROMPTS prompts. A policy that has solved what it can also gives few different answers, so their
+    newest validation decides: it is not above that of step 0. Without one, their training reward is not above that of
+    step 1.
     """
     recent, base = steps[-WINDOW:], first(steps, "full_valid_mean_reward")
+    if (highs := last(recent, "full_valid_difference_high", 1)) and highs[0] < 0:
+        return True
+    if batch_size * min(WINDOW, steps[-1].step - 1) < MIN_PROMPTS:
+        return False
     if base is not None and (validated := last(recent, "full_valid_mean_reward", 1)):
         return recent[-1].step > base[0] and validated[0] <= base[1]
     start, rewards = first(steps, "train_mean_reward"), last(recent, "train_mean_reward", WINDOW)
     return start is not None and bool(rewards) and statistics.fmean(rewards) <= start[1]
 
 
-def is_below_start(steps: Steps) -> bool:
-    """Return whether the newest validation of the last WINDOW steps is below that of step 0 by more than chance."""
-    highs = last(steps[-WINDOW:], "full_valid_difference_high", 1)
-    return bool(highs) and highs[0] < 0
-
-
 def has_lost_signal(steps: Steps, step: int) -> bool:
-    """Return whether the answers that the model of this step gave next have lost half the reward and all signal.
+    """Return whether the next WINDOW steps after this one have lost half the reward and all signal.
 
-    One step is enough, where the rule `collapse` takes the mean of several and so fires later.
+    The rule `collapse` takes the mean of steps before and after the collapse, and so fires later.
     """
     start = first(steps, "train_mean_reward")
-    next_step = next((one for one in steps if one.step == step + 1), None)
-    if start is None or next_step is None or next_step.train_mean_reward is None:
+    after = [one for one in steps if step < one.step <= step + WINDOW]
+    rewards = [one.train_mean_reward for one in after if one.train_mean_reward is not None]
+    if start is None or not rewards or any(one.has_signal is not False for one in after):
         return False
-    fell = start[1] - next_step.train_mean_reward
-    return next_step.has_signal is False and fell > reward_unit(steps) / 2
+    return start[1] - statistics.fmean(rewards) > reward_unit(steps) / 2
 
 
 def is_improved(steps: Steps, step: int) -> bool:

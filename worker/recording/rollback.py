@@ -17,8 +17,6 @@ ALARM_RULE = "alarm_rollback"  # after an alarm, so that a collapse can still be
 # A judge that drifts is no fault of the model, and an earlier checkpoint does not mend it.
 ROLLS_BACK = tuple(rule for rule in ALARMS if rule != "judge_drift")
 RATE = 1 / 3  # of the learning rate that collapsed
-# After step 1. The rewards of a few prompts say more of the prompts than of the policy.
-PROMPTS_OF_A_COLLAPSE = 8
 ALARM_RATE = 1 / 2  # of the one at which an alarm fired
 
 
@@ -49,9 +47,7 @@ def rollback(
         before = (step for step in sorted(saved(), reverse=True) if step < now)
         return next((step for step in before if is_healthy(steps, step, thresholds)), 0)
 
-    prompts = settings.batch_size * min(monitors.WINDOW, now - 1)
-    has_evidence = prompts >= PROMPTS_OF_A_COLLAPSE or monitors.is_below_start(steps)
-    if is_collapsing and "collapse" in found and has_evidence and monitors.is_lost(steps):
+    if is_collapsing and "collapse" in found and monitors.is_lost(steps, settings.batch_size):
         collapse = found["collapse"]
         evidence = collapse.message.removesuffix(" Lower the learning rate.")
         number = collapse.data.get
