@@ -26,7 +26,8 @@ from graders.sandbox.entries import CALL
 from graders.sandbox.pool import SandboxFailed, SandboxUnavailable, refusal, shared
 from graders.template import quoted
 from graders.tools.mcp import functions_of
-from graders.tools.mcp_wire import McpGone, McpRefused, McpServer, McpUnusable, McpWire
+from graders.tools.mcp_wire import McpGone, McpRefused, McpUnusable, McpWire
+from graders.tools.server import ToolServer
 
 # The client waits for the job.
 AT_CREATE = CallRetryPolicy(retries=1, retries_after_silence=0)
@@ -114,7 +115,7 @@ async def _functions(tool: McpToolSpec, param: str, endpoints: Endpoints) -> lis
 
 async def _listed(tool: McpToolSpec, param: str, endpoints: Endpoints) -> list[dict[str, Any]]:
     """The tools of the server, as it lists them."""
-    wire = McpWire(McpServer.of(tool.to_row()), endpoints, patience=AT_CREATE, timeout_s=REQUEST_S)
+    wire = McpWire(ToolServer.of(tool.to_row()), endpoints, patience=AT_CREATE, timeout_s=REQUEST_S)
     unread = f"The tools of the MCP server '{tool.server_label}' could not be read"
     try:
         session = await wire.open()
