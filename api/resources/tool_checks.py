@@ -32,7 +32,6 @@ from graders.tools.server import ToolServer
 # The client waits for the job.
 AT_CREATE = CallRetryPolicy(retries=1, retries_after_silence=0)
 REQUEST_S = 10.0
-SERVERS_S = 60.0  # of all servers of a job together
 # Every row of the job has the functions, every prompt, and every preview.
 MAX_FUNCTION_BYTES = 256 << 10
 # Of a schema. A row that has it around may have 100 (core/storage/datasets.py).
@@ -54,7 +53,7 @@ async def usable_tools(tools: Sequence[ToolSpec], service: Service, project: Pro
     body_is_read()
     for number, tool in enumerate(tools):
         _refuse_spec(tool, f"{TOOLS_PARAM}[{number}]", service)
-    read = await _with_functions(tools, service.backends.endpoints)
+    read = await _with_functions(tools, service)
     _refuse_repeated(read)
     _refuse_large(read)
     await in_turn(partial(_refuse_schemas, read), service, project)
@@ -76,11 +75,12 @@ def _refuse_spec(tool: ToolSpec, param: str, service: Service) -> None:
         raise InvalidRequest(problem, param=f"{param}.server_url")
 
 
-async def _with_functions(tools: Sequence[ToolSpec], endpoints: Endpoints | None) -> list[ToolSpec]:
+async def _with_functions(tools: Sequence[ToolSpec], service: Service) -> list[ToolSpec]:
     """The tools, those of MCP servers with their functions."""
     read: list[ToolSpec] = []
+    endpoints, seconds = service.backends.endpoints, service.tool_servers_seconds
     try:
-        async with asyncio.timeout(SERVERS_S) as limit:
+        async with asyncio.timeout(seconds) as limit:
             for number, tool in enumerate(tools):
                 if isinstance(tool, McpToolSpec):
                     assert endpoints is not None, "or there was a problem"
@@ -91,7 +91,7 @@ async def _with_functions(tools: Sequence[ToolSpec], endpoints: Endpoints | None
         if not limit.expired():
             raise
         raise Unavailable(
-            f"The tools of the job's MCP servers could not be read within {SERVERS_S:g} seconds."
+            f"The tools of the job's MCP servers could not be read within {seconds:g} seconds."
         ) from None
     return read
 
