@@ -16,6 +16,7 @@ from graders.tools.protocol import (
     ToolFailed,
     ToolRequest,
     ToolResult,
+    as_text,
 )
 from graders.tools.server import ToolServer
 
@@ -105,5 +106,4 @@ def _output(text: str) -> str | None:
         return None
     if output is None:
         return None
-    written = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-    return written.encode(errors="replace").decode()  # a lone surrogate is no character
+    return as_text(output if isinstance(output, str) else json.dumps(output, ensure_ascii=False))

@@ -19,6 +19,7 @@ from graders.tools.protocol import (
     ToolRequest,
     ToolResult,
     ToolsFail,
+    as_text,
 )
 from graders.tools.server import ToolServer
 
@@ -156,7 +157,7 @@ def text_of(result: Mapping[str, Any]) -> str:
     texts = [_text_of(part) for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     if not texts and result.get("structuredContent") is not None:
         texts = [json.dumps(result["structuredContent"], ensure_ascii=False)]
-    return "\n".join(texts).encode(errors="replace").decode()  # a lone surrogate is no character
+    return as_text("\n".join(texts))
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
