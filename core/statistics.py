@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -62,13 +62,8 @@ def _mean_and_error(values_N: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / number)
 
 
-def paired(first_N: Sequence[float | None], second_N: Sequence[float | None]) -> list[tuple[float, float]]:
-    """The pairs of which both values are there.
-
-    Raises:
-        ValueError: there are not as many first values as second ones.
-    """
-    pairs = zip(first_N, second_N, strict=True)
+def paired(pairs: Iterable[tuple[float | None, float | None]]) -> list[tuple[float, float]]:
+    """The pairs of which both values are there."""
     return [(first, second) for first, second in pairs if first is not None and second is not None]
 
 
@@ -79,7 +74,7 @@ def differences(pairs: Sequence[tuple[float, float]]) -> list[float]:
 
 def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
     """The second values minus the first, with the 95 % interval of Student's t. Pairs with a None are counted only."""
-    graded = paired([first for first, _ in pairs], [second for _, second in pairs])
+    graded = paired(pairs)
     number, values = len(graded), differences(graded)
     mean = values[0] if number == 1 else None
     low = high = error = None

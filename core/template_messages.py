@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
+from core.conversations import text_of
 from core.tool_parsers import known_tool_parser
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -49,7 +50,7 @@ def _short_id(call_id: str) -> str:
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
-    rendered = {**message, "role": role, "content": _text(message.get("content"))}
+    rendered = {**message, "role": role, "content": text_of(message.get("content"))}
     calls = message.get("tool_calls")
     return rendered | {"tool_calls": list(map(_with_arguments_as_object, calls))} if calls else rendered
 
@@ -65,9 +66,3 @@ def _arguments(call: Mapping[str, Any]) -> Any:
     except (ValueError, TypeError, RecursionError):
         return text
     return read if isinstance(read, dict) else text
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""

@@ -20,7 +20,6 @@ BROKEN_LIBRARY = "a fault in another project's library, which offers no other pl
 RACE = "something that happens in the middle of one call of the standard library"
 SLOW = "one engine takes seconds to start, so a whole file shares it"
 CONTROL = "a mistake in our own code, which a comparison must see"
-LIMIT = "a limit of minutes or megabytes, which a test would have to fill"
 INTERNALS = "checks our code against the internals of another library"
 
 ALLOWED = {
@@ -31,24 +30,6 @@ ALLOWED = {
     ): "a fault of the sandbox itself",
     ("sdk/test_tables.py", "monkeypatch.setattr(datasets, 'load_dataset', fake.load_dataset)"): (
         "stands in for the hub, which tests cannot reach"
-    ),
-    ("api/test_job_python_tools.py", "monkeypatch.setattr(tool_checks, 'find', missing)"): (
-        "an environment that is not built, on a machine that has built it"
-    ),
-    **dict.fromkeys(
-        (
-            ("api/test_preview_episodes.py", "monkeypatch.setattr(previews, 'MAX_LISTED_BYTES', 10000)"),
-            (
-                "api/test_preview_episodes.py",
-                "monkeypatch.setattr(preview_answers, 'MAX_TOKEN_CHARACTERS', 1)",
-            ),
-            (
-                "api/test_job_mcp.py",
-                "monkeypatch.setattr(tool_checks, 'AT_CREATE', CallRetryPolicy(retries=0))",
-            ),
-            ("api/test_job_mcp.py", "monkeypatch.setattr(tool_checks, 'SERVERS_S', 0.0)"),
-        ),
-        LIMIT,
     ),
     ("graders/test_folders.py", "monkeypatch.setattr('fcntl.flock', refuse)"): (
         "stands in for a filesystem without locks"

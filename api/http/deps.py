@@ -63,6 +63,7 @@ class Service:
     # How long a preview waits for an inference server that starts or loads the model.
     preview_load_seconds: float = 180.0
     check_seconds: float = 540.0  # of a stored grader on all of its golden cases
+    tool_servers_seconds: float = 60.0  # in which the functions of all MCP servers of a job are read
     store_test: RepeatedSelfTest = field(default_factory=RepeatedSelfTest)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
 

@@ -24,7 +24,14 @@ def _without_ours(headers: dict[str, str]) -> dict[str, str]:
     return checked_headers(headers)
 
 
-class HttpToolSpec(StrictModel):
+class _FunctionSpec(StrictModel):
+    """A tool that has one function."""
+
+    def to_row(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+class HttpToolSpec(_FunctionSpec):
     """A tool on the user's web server. The headers are secrets, which responses mask."""
 
     name: ToolName
@@ -32,9 +39,6 @@ class HttpToolSpec(StrictModel):
     headers: (
         Annotated[dict[str, str], Field(max_length=MAX_HEADERS), AfterValidator(_without_ours)] | None
     ) = Field(default=None, repr=False)
-
-    def to_row(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_none=True)
 
 
 def _without_protocol(headers: dict[str, str]) -> dict[str, str]:
@@ -93,7 +97,7 @@ class AgentEnvironment(StrictModel):
     ] = 1800
 
 
-class PythonToolSpec(StrictModel):
+class PythonToolSpec(_FunctionSpec):
     """A tool whose source runs in the sandbox of python graders: `def call(arguments, item, state)`."""
 
     type: Literal["python"]
@@ -101,9 +105,6 @@ class PythonToolSpec(StrictModel):
     description: str | None = None
     parameters: Annotated[dict[str, Any], Field(description="The JSON schema of the arguments.")]
     source: Source
-
-    def to_row(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_none=True)
 
 
 def _kind(tool: Any) -> str:

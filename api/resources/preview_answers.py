@@ -84,13 +84,12 @@ class Completion:
     def episode_fields(self) -> dict[str, Any]:
         """Return the fields of a stored answer that describe its episode."""
         if self.episode is None:
-            return {"conversation": None, "stop": None, "trace_id": None, "problem": ""}
+            return {"conversation": None, "stop": None, "trace_id": None}
         episode = self.episode
         return {
             "conversation": list(episode.messages),
             "stop": episode.stop,
             "trace_id": episode.trace_id,
-            "problem": episode.problem,
         }
 
     @property

@@ -34,6 +34,7 @@ from api.resources.job_checks import usable_body
 from api.resources.preview_answers import Completion, complete, play_episode
 from core.asgi import until_gone
 from core.chat import Chat, Served
+from core.database.pages import fitting
 from core.database.tables import Preview as PreviewRow
 from core.database.tables import Project
 from core.errors import InvalidRequest
@@ -465,18 +466,15 @@ def list_preview_answers(
         first = next((place + 1 for place in range(len(stored)) if _answer_id(place) == after), 0)
         if not first:
             raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
-    sizes = {
-        line: len(json.dumps(item)) for line, item in items.items()
-    }  # of the rows, which each answer repeats
-    found: list[PreviewAnswerOut] = []
-    listed = 0
-    for place in range(first, min(first + most, len(stored))):
-        one = stored[place]
-        listed += sizes.get(one["line"], 0) + len(json.dumps(one | {"item": None}))
-        if found and listed > MAX_LISTED_BYTES:
-            break
-        found.append(PreviewAnswerOut(id=_answer_id(place), **one | {"item": items.get(one["line"])}))
-    return Listing(data=found, has_more=len(stored) > first + len(found))
+    page = stored[first : first + most]
+    item_bytes = {line: len(json.dumps(item)) for line, item in items.items()}  # which each answer repeats
+    answer_bytes = (item_bytes.get(one["line"], 0) + len(json.dumps(one | {"item": None})) for one in page)
+    shown = fitting(answer_bytes, MAX_LISTED_BYTES)
+    data = [
+        PreviewAnswerOut(id=_answer_id(place), **one | {"item": items.get(one["line"])})
+        for place, one in enumerate(page[:shown], first)
+    ]
+    return Listing(data=data, has_more=len(stored) > first + shown)
 
 
 def _answer_id(place: int) -> str:

@@ -26,12 +26,12 @@ from graders.sandbox.entries import CALL
 from graders.sandbox.pool import SandboxFailed, SandboxUnavailable, refusal, shared
 from graders.template import quoted
 from graders.tools.mcp import functions_of
-from graders.tools.mcp_wire import McpGone, McpRefused, McpServer, McpUnusable, McpWire
+from graders.tools.mcp_wire import McpGone, McpRefused, McpUnusable, McpWire
+from graders.tools.server import ToolServer
 
 # The client waits for the job.
 AT_CREATE = CallRetryPolicy(retries=1, retries_after_silence=0)
 REQUEST_S = 10.0
-SERVERS_S = 60.0  # of all servers of a job together
 # Every row of the job has the functions, every prompt, and every preview.
 MAX_FUNCTION_BYTES = 256 << 10
 # Of a schema. A row that has it around may have 100 (core/storage/datasets.py).
@@ -53,7 +53,7 @@ async def usable_tools(tools: Sequence[ToolSpec], service: Service, project: Pro
     body_is_read()
     for number, tool in enumerate(tools):
         _refuse_spec(tool, f"{TOOLS_PARAM}[{number}]", service)
-    read = await _with_functions(tools, service.backends.endpoints)
+    read = await _with_functions(tools, service)
     _refuse_repeated(read)
     _refuse_large(read)
     await in_turn(partial(_refuse_schemas, read), service, project)
@@ -75,11 +75,12 @@ def _refuse_spec(tool: ToolSpec, param: str, service: Service) -> None:
         raise InvalidRequest(problem, param=f"{param}.server_url")
 
 
-async def _with_functions(tools: Sequence[ToolSpec], endpoints: Endpoints | None) -> list[ToolSpec]:
+async def _with_functions(tools: Sequence[ToolSpec], service: Service) -> list[ToolSpec]:
     """The tools, those of MCP servers with their functions."""
     read: list[ToolSpec] = []
+    endpoints, seconds = service.backends.endpoints, service.tool_servers_seconds
     try:
-        async with asyncio.timeout(SERVERS_S) as limit:
+        async with asyncio.timeout(seconds) as limit:
             for number, tool in enumerate(tools):
                 if isinstance(tool, McpToolSpec):
                     assert endpoints is not None, "or there was a problem"
@@ -90,7 +91,7 @@ async def _with_functions(tools: Sequence[ToolSpec], endpoints: Endpoints | None
         if not limit.expired():
             raise
         raise Unavailable(
-            f"The tools of the job's MCP servers could not be read within {SERVERS_S:g} seconds."
+            f"The tools of the job's MCP servers could not be read within {seconds:g} seconds."
         ) from None
     return read
 
@@ -114,7 +115,7 @@ async def _functions(tool: McpToolSpec, param: str, endpoints: Endpoints) -> lis
 
 async def _listed(tool: McpToolSpec, param: str, endpoints: Endpoints) -> list[dict[str, Any]]:
     """The tools of the server, as it lists them."""
-    wire = McpWire(McpServer.of(tool.to_row()), endpoints, patience=AT_CREATE, timeout_s=REQUEST_S)
+    wire = McpWire(ToolServer.of(tool.to_row()), endpoints, patience=AT_CREATE, timeout_s=REQUEST_S)
     unread = f"The tools of the MCP server '{tool.server_label}' could not be read"
     try:
         session = await wire.open()

@@ -1,6 +1,6 @@
 """Keyset pagination: a page starts right after a row that the client names, at constant cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -97,6 +97,21 @@ def forget_past_cursors(session: Session, now: float) -> None:
     """Remove the positions of deleted rows that have expired at this Unix time."""
     before = now - KEEP_PAST_CURSORS_SECONDS
     session.execute(delete(PastCursor).where(PastCursor.deleted_at < before))
+
+
+def fitting(sizes: Iterable[int], max_bytes: int) -> int:
+    """The number of items on a page of at most `max_bytes`, which has the first item whatever its size.
+
+    Args:
+        sizes: of the items in their order, in bytes. No size behind the first item that does not fit is read.
+    """
+    number = total = 0
+    for size in sizes:
+        total += size
+        if number and total > max_bytes:
+            break
+        number += 1
+    return number
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.database.engine import Work, earliest_now
 from core.database.ids import new_id
-from core.database.pages import KEEP_PAST_CURSORS_SECONDS, Page
+from core.database.pages import KEEP_PAST_CURSORS_SECONDS, Page, fitting
 from core.database.tables import Eval, EvalRun, Job, now
 from core.errors import EvalNotFound, InvalidRequest
 from core.evals import imported, lifecycle
@@ -213,13 +213,8 @@ def runs(
         statement = statement.where(EvalRun.seq < seq if newest_first else EvalRun.seq > seq)
     order = EvalRun.seq.desc() if newest_first else EvalRun.seq
     rows: Sequence[EvalRun] = session.scalars(statement.order_by(order).limit(limit + 1)).all()
-    fitting, size = 0, 0
-    for run in rows[:limit]:
-        size += run.content_bytes
-        if fitting and size > max_bytes:
-            break
-        fitting += 1
-    return Page(rows[:fitting], has_more=len(rows) > fitting)
+    shown = fitting((run.content_bytes for run in rows[:limit]), max_bytes)
+    return Page(rows[:shown], has_more=len(rows) > shown)
 
 
 def no_cursor(after: str) -> InvalidRequest:

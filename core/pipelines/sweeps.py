@@ -116,7 +116,7 @@ def beaten(candidate: Candidate, others: Sequence[Candidate], jobs: int) -> str 
             continue
         step = max(shared)
         looks = math.ceil(_pairs(jobs) * (math.pi * len(shared)) ** 2 / 6)
-        differences_N = differences(paired(candidate.scores(step), other.scores(step)))
+        differences_N = differences(paired(zip(candidate.scores(step), other.scores(step), strict=True)))
         low = sequential_low(differences_N, looks) if len(differences_N) >= MIN_ROWS else None
         if low is not None and low > 0:
             mean = math.fsum(differences_N) / len(differences_N)
@@ -166,7 +166,7 @@ def ranked(scores_JN: Sequence[Scores], validations_J: Sequence[int], jobs: int)
         if index == best:
             ranks_J.append(Rank(len(rows), mean, None, None))
             continue
-        differences_N = differences(paired(graded_JN[index], graded_JN[best]))
+        differences_N = differences(paired(zip(graded_JN[index], graded_JN[best], strict=True)))
         looks = _pairs(jobs) * max(1, validations_J[index]) * max(1, validations_J[best])
         low = sequential_low(differences_N, looks)
         ranks_J.append(Rank(len(rows), mean, math.fsum(differences_N) / len(rows), low))

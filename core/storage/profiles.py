@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from core.conversations import text_of
 from core.prompt_tokens import CannotCount, ChatTokens, TokenCounter
 from core.storage.datasets import PROMPTS, Example, LineError, Problems, RowForm, read_objects, read_rows
 from core.storage.offline_rows import FORMS, is_labeled, method_of, reward_kind
@@ -317,19 +318,13 @@ def _prompt(row: Example) -> Any:
 
 
 def _plain(message: Mapping[str, Any]) -> list[Any]:
-    return [message.get("role"), _text(message.get("content")), message.get("tool_calls") or None]
+    return [message.get("role"), text_of(message.get("content")), message.get("tool_calls") or None]
 
 
 def _type(value: Any) -> str:
     """The type in JSON."""
     names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
 
 
 class _Seen:

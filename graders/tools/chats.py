@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from graders.tools.episode import EPISODE_S, NOT_EXECUTED, Episode, StopReason, ToolUse
-from graders.tools.protocol import ToolFailed
 from graders.tools.turns import EpisodeTools, Message
 
 
@@ -43,18 +42,7 @@ async def play(ask: Ask, tools: EpisodeTools, steps: int, *, seconds: float = EP
     """
     messages: list[Message] = []
     uses: list[ToolUse] = []
-    problem = ""
-    try:
-        async with asyncio.timeout(None) as limit:
-            stop = await _turns(ask, tools, steps, messages, uses, limit, seconds)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        stop = "time"
-    except ToolFailed as failed:
-        stop, problem = "discarded", str(failed)
-    finally:
-        await tools.tools.end(tools.trace_id)
+    stop, problem = await tools.play(lambda limit: _turns(ask, tools, steps, messages, uses, limit, seconds))
     return Episode(tuple(messages), tuple(uses), stop, tools.trace_id, problem)
 
 

@@ -21,6 +21,12 @@ class ToolServices:
     environments: Path  # folder of the environments of python code
     owner: str  # the project
 
+    @property
+    def allowed(self) -> Endpoints:
+        """The hosts for a tool that calls a server. No job has such a tool where there are none."""
+        assert self.endpoints is not None, "url_problem refuses such tools"
+        return self.endpoints
+
 
 class ToolsOfOneKind(Tools, Protocol):
     @property
@@ -30,9 +36,9 @@ class ToolsOfOneKind(Tools, Protocol):
 
 
 KINDS: Mapping[str, Callable[[Sequence[Mapping[str, Any]], ToolServices], ToolsOfOneKind]] = {
-    "http": lambda rows, services: HttpTools.of_rows(rows, services.endpoints),
+    "http": lambda rows, services: HttpTools(rows, services.allowed),
     "python": lambda rows, services: PythonTools(rows, find(services.environments), services.owner),
-    "mcp": lambda rows, services: McpTools.of_rows(rows, services.endpoints),
+    "mcp": lambda rows, services: McpTools(rows, services.allowed),
 }
 """From `type` of a tool in a job to what executes such tools. One without a type is Azure's, of the kind http."""
 

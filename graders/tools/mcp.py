@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.masking import mask_values, secrets_of, secrets_of_headers
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
-from graders.tools.mcp_wire import McpGone, McpRefused, McpServer, McpSession, McpTooLong, McpWire
+from graders.tools.mcp_wire import McpGone, McpRefused, McpSession, McpTooLong, McpWire
 from graders.tools.protocol import (
     MAX_BYTES,
     PATIENCE,
@@ -20,7 +19,9 @@ from graders.tools.protocol import (
     ToolRequest,
     ToolResult,
     ToolsFail,
+    as_text,
 )
+from graders.tools.server import ToolServer
 
 Function = Mapping[str, Any]
 """In OpenAI's format."""
@@ -49,11 +50,12 @@ class McpTools:
         """`rows`: tools of a job, with their `functions`."""
         self._clock = clock
         self._functions: dict[str, list[Function]] = {row["server_label"]: row["functions"] for row in rows}
-        wires = [
-            McpWire(McpServer.of(row), endpoints, patience=patience, timeout_s=timeout_s, clock=clock)
+        self._wires = {
+            row["server_label"]: McpWire(
+                ToolServer.of(row), endpoints, patience=patience, timeout_s=timeout_s, clock=clock
+            )
             for row in rows
-        ]
-        self._wires = {wire.server.label: wire for wire in wires}
+        }
         self._label_of = {
             tool["function"]["name"]: label for label, tools in self._functions.items() for tool in tools
         }
@@ -63,12 +65,6 @@ class McpTools:
     @property
     def names(self) -> Sequence[str]:
         return list(self._label_of)
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, Any]], endpoints: Endpoints | None) -> "McpTools":
-        """`rows`: tools of a job, whose servers this installation calls."""
-        assert endpoints is not None, "url_problem refuses such tools"
-        return cls(rows, endpoints)
 
     async def call(self, call: ToolRequest) -> ToolResult:
         label = self._label_of[call.name]
@@ -105,11 +101,8 @@ class McpTools:
             return ToolResult.of_error(
                 "the tool asks for further input, which no client can give here", seconds
             )
-        hidden = [*secrets_of_headers(wire.server.headers), *secrets_of(wire.server.url)]
-        is_error = result.get("isError") is True
-        return ToolResult(
-            mask_values(text_of(result), hidden), "the tool reports an error" if is_error else "", seconds
-        )
+        error = "the tool reports an error" if result.get("isError") is True else ""
+        return ToolResult(wire.server.for_model(text_of(result)), error, seconds)
 
     async def _session(self, label: str, trace_id: str) -> McpSession:
         """The session of the episode.
@@ -164,7 +157,7 @@ def text_of(result: Mapping[str, Any]) -> str:
     texts = [_text_of(part) for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     if not texts and result.get("structuredContent") is not None:
         texts = [json.dumps(result["structuredContent"], ensure_ascii=False)]
-    return "\n".join(texts).encode(errors="replace").decode()  # a lone surrogate is no character
+    return as_text("\n".join(texts))
 
 
 def _text_of(part: Mapping[str, Any]) -> str:

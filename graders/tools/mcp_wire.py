@@ -9,13 +9,12 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import httpx
 
-from core.masking import hide_in_error, mask_values, secrets_of
 from core.outbound.http import UrlNotAllowed, is_passing
 from graders.calls import (
     AnswerTooLong,
@@ -24,10 +23,10 @@ from graders.calls import (
     RateLimit,
     Reply,
     post,
-    quoted_reply,
 )
 from graders.endpoint import Endpoints
 from graders.tools.protocol import MAX_BYTES, PATIENCE, PER_SECOND, TIMEOUT_S
+from graders.tools.server import ToolServer
 
 STATELESS = "2026-07-28"
 WITH_SESSIONS = ("2025-11-25", "2025-06-18", "2025-03-26")  # calls of tools are the same in these
@@ -61,24 +60,6 @@ class McpGone(Exception):
 
 class McpUnusable(McpGone):
     """The server has answered, and not as a server that is supported here. It does not pass by itself."""
-
-
-@dataclass(frozen=True)
-class McpServer:
-    """A server, as a job's body has it."""
-
-    label: str
-    url: str = field(repr=False)
-    headers: Mapping[str, str] = field(repr=False)
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "McpServer":
-        return cls(row["server_label"], row["server_url"], row.get("headers") or {})
-
-    @property
-    def values(self) -> list[str]:
-        """Every value that only the user may see. A reason for an error is without them."""
-        return [*self.headers.values(), *secrets_of(self.url)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +100,7 @@ class McpWire:
 
     def __init__(
         self,
-        server: McpServer,
+        server: ToolServer,
         endpoints: Endpoints,
         *,
         patience: CallRetryPolicy = PATIENCE,
@@ -147,7 +128,7 @@ class McpWire:
         reply = await self._post(self._request("initialize", asked), {})
         agreed = self._result(reply).get("protocolVersion")
         if agreed not in WITH_SESSIONS:
-            revision = self._quoted(str(agreed)[:64])
+            revision = self.server.quoted(str(agreed)[:64])
             raise McpUnusable(f"it speaks the revision {revision} of MCP, which is not supported")
         session = McpSession(str(agreed), reply.headers.get("mcp-session-id"))
         told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
@@ -255,26 +236,21 @@ class McpWire:
         except AnswerTooLong as long:
             raise McpTooLong(str(long), 413) from None
         except NoAnswer as silence:
-            raise McpGone(
-                f"no answer: {mask_values(hide_in_error(str(silence)), self.server.values)}"
-            ) from None
+            raise McpGone(self.server.no_answer(silence)) from None
 
     def _result(self, reply: Reply) -> dict[str, Any]:
         message = _message(reply.text)
         if message is not None and isinstance(error := message.get("error"), dict):
-            raise McpRefused(self._quoted(str(error.get("message"))), reply.status)
+            raise McpRefused(self.server.quoted(str(error.get("message"))), reply.status)
         if not reply.ok and 400 <= reply.status < 500:
-            raise McpRefused(f"HTTP {reply.status}: {self._quoted(reply.text)}", reply.status)
+            raise McpRefused(f"HTTP {reply.status}: {self.server.quoted(reply.text)}", reply.status)
         if not reply.ok:
             kind = McpGone if reply.status >= 500 else McpUnusable
-            raise kind(f"HTTP {reply.status}: {self._quoted(reply.text)}")
+            raise kind(f"HTTP {reply.status}: {self.server.quoted(reply.text)}")
         result = None if message is None else message.get("result")
         if not isinstance(result, dict):
-            raise McpUnusable(f"the answer is no response of JSON-RPC: {self._quoted(reply.text)}")
+            raise McpUnusable(f"the answer is no response of JSON-RPC: {self.server.quoted(reply.text)}")
         return result
-
-    def _quoted(self, text: str) -> str:
-        return quoted_reply(text, *self.server.values)
 
 
 def _has_name(tool: Any) -> bool:

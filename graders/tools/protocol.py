@@ -64,6 +64,11 @@ class ToolResult:
         return cls(json.dumps({"error": {**numbered, "message": error}}, ensure_ascii=False), error, seconds)
 
 
+def as_text(output: str) -> str:
+    """The output of a tool with a question mark for each lone surrogate, which is no character."""
+    return output.encode(errors="replace").decode()
+
+
 class ToolFailed(Exception):
     """A tool gave no answer that the model could read, so the episode that called it has no reward."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from graders.deadline import once_begun
 from graders.environments.catalog import Environment
 from graders.sandbox.pool import CallOutcome, Pool, SandboxFailed, SandboxUnavailable, shared
-from graders.tools.protocol import MAX_BYTES, Outcomes, ToolFailed, ToolRequest, ToolResult
+from graders.tools.protocol import MAX_BYTES, Outcomes, ToolFailed, ToolRequest, ToolResult, as_text
 
 
 class PythonTools:
@@ -80,4 +80,4 @@ def _output(outcome: CallOutcome) -> str:
         raise ToolFailed(outcome.reason)
     if (size := len(outcome.state.encode(errors="replace"))) > MAX_BYTES:
         raise ToolFailed(f"the state is {size} bytes of JSON, more than {MAX_BYTES}")
-    return outcome.output.encode(errors="replace").decode()  # a lone surrogate is no character
+    return as_text(outcome.output)

@@ -1,12 +1,12 @@
-"""Executes the calls of one answer at once, for jobs and previews."""
+"""The tools of one episode of a job or a preview: the calls of an answer run at once, until the episode ends."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from graders.tools.episode import ToolUse
+from graders.tools.episode import StopReason, ToolUse
 from graders.tools.protocol import ToolFailed, ToolRequest, ToolResult, Tools, call_problem
 from graders.types import Item
 
@@ -27,6 +27,30 @@ class EpisodeTools:
     functions: Sequence[Mapping[str, Any]]  # in OpenAI's format, with the schemas of their arguments
     item: Item  # the row
     trace_id: str
+
+    async def play(self, turns: Callable[[asyncio.Timeout], Awaitable[StopReason]]) -> tuple[StopReason, str]:
+        """Run the turns of the episode, and free what belongs to it when it has ended.
+
+        Args:
+            turns: gets the timeout of the episode, and sets its deadline after the first answer.
+
+        Returns:
+            The end of the episode, and the reason if it was discarded, else "".
+
+        Raises:
+            ToolsFail: the job pauses.
+        """
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await turns(limit), ""
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return "time", ""
+        except ToolFailed as failed:
+            return "discarded", str(failed)
+        finally:
+            await self.tools.end(self.trace_id)
 
     async def use(
         self, calls: Sequence[ToolCall], turn: int, uses: list[ToolUse], *, unreadable: str = ""

@@ -1,15 +1,14 @@
 """Jobs with the tools of an MCP server, whose functions the API reads when the job is created."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
-from api.resources import tool_checks
 from core.database.tables import Job
-from graders.calls import CallRetryPolicy
 from tests.api.conftest import House
 from tests.api.test_job_python_tools import nested
 from tests.api.test_jobs import INSIDE, JOBS, allowing_tools, error, tool
@@ -179,11 +178,9 @@ def test_a_server_that_may_answer_later_is_unavailable_and_one_that_refuses_is_a
     api: TestClient,
     house: House,
     job_request: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
     status: int,
     answered: int,
 ) -> None:
-    monkeypatch.setattr(tool_checks, "AT_CREATE", CallRetryPolicy(retries=0))
     allowing_tools(house, "127.0.0.1")
     with serving(lambda path, sent: (status, "")) as url:
         answer = api.post(JOBS, json=job_request(reinforcement={"tools": [mcp(url)]}))
@@ -192,13 +189,10 @@ def test_a_server_that_may_answer_later_is_unavailable_and_one_that_refuses_is_a
 
 
 def test_the_servers_of_a_job_have_one_limit_of_time(
-    api: TestClient,
-    house: House,
-    job_request: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(tool_checks, "SERVERS_S", 0.0)
     allowing_tools(house, "127.0.0.1")
+    house.app.state.service = replace(house.app.state.service, tool_servers_seconds=0.0)
     with serving_mcp() as (url, _):
         answer = api.post(JOBS, json=job_request(reinforcement={"tools": [mcp(url)]}))
 

@@ -2,16 +2,17 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
-from api.resources import tool_checks
 from core.database.tables import Job
 from core.jobs.tools import functions_of
-from graders.environments.catalog import EnvironmentNotBuilt
+from graders.backends import Backends
 from tests.api.conftest import House
 from tests.api.test_jobs import INSIDE, JOBS, error
 
@@ -103,14 +104,11 @@ def test_functions_of_more_than_256_kib_are_refused(
 
 
 def test_an_environment_that_is_not_built_is_named_as_for_graders(
-    api: TestClient,
-    job_request: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    api: TestClient, house: House, job_request: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    def missing(folder: object) -> NoReturn:
-        raise EnvironmentNotBuilt("not built")
-
-    monkeypatch.setattr(tool_checks, "find", missing)
+    house.app.state.service = replace(
+        house.app.state.service, all_backends=Backends({}, environments=tmp_path)
+    )
     answer = api.post(JOBS, json=job_request(reinforcement={"tools": [python()]}))
 
     assert error(answer, 503)[1] == "grader_environment_missing"

@@ -8,7 +8,6 @@ import httpx
 import pytest
 from fastapi.responses import JSONResponse, Response
 
-from api.resources import preview_answers, previews
 from graders.backends import Backends
 from graders.endpoint import Endpoints
 from tests.api.conftest import House
@@ -152,12 +151,8 @@ def test_a_conversation_without_room_for_another_answer_ends(
 
 
 def test_results_beyond_any_context_end_an_episode_before_the_model_is_asked(
-    web: httpx.Client,
-    model: Model,
-    asked: Callable[[str, int], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    web: httpx.Client, model: Model, asked: Callable[[str, int], dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(preview_answers, "MAX_TOKEN_CHARACTERS", 1)
     model.answer = asks_then_repeats
     with serving(lambda path, request: (200, json.dumps({"output": "x" * 500_000}))) as url:
         [first, _] = answers(web, asked(f"{url}/find", 4))
@@ -167,14 +162,12 @@ def test_results_beyond_any_context_end_an_episode_before_the_model_is_asked(
 
 
 def test_a_page_of_answers_ends_by_the_size_of_results(
-    web: httpx.Client,
-    model: Model,
-    asked: Callable[[str, int], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    web: httpx.Client, model: Model, asked: Callable[[str, int], dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(previews, "MAX_LISTED_BYTES", 10_000)
     model.answer = asks_then_repeats
-    with serving(lambda path, request: (200, json.dumps({"output": "x" * 4_000}))) as url:
+    # Each answer has its result twice, and this letter as six bytes of JSON.
+    result = json.dumps({"output": "é" * 450_000}, ensure_ascii=False)
+    with serving(lambda path, request: (200, result)) as url:
         page = answers(web, asked(f"{url}/find", 4))
 
     assert len(page) == 1  # of two

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.selectable import Select
 
 from core.database.engine import Database, Work
-from core.database.pages import Page, newest_first, oldest_first
+from core.database.pages import Page, fitting, newest_first, oldest_first
 from core.database.tables import File, Project, TunedModel
 from core.errors import InvalidRequest
 from core.jobs import lifecycle
@@ -30,6 +30,13 @@ def files_of(project: Project) -> Select[File]:
 
 def ids(page: Page[File]) -> list[Any]:
     return [file.id for file in page.items]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number"), [([], 0), ([4, 6], 2), ([4, 7], 1), ([11, 1], 1), ([0, 10, 0, 1, 0], 3)]
+)
+def test_a_page_ends_before_the_item_that_exceeds_its_bytes(sizes: list[int], number: int) -> None:
+    assert fitting(iter(sizes), 10) == number
 
 
 def test_the_newest_rows_come_first(session: Session, project: Project) -> None:

@@ -86,6 +86,11 @@ def test_no_job_has_lost_without_a_step_or_a_graded_row_that_both_have() -> None
     assert sweeps.beaten(candidate(1e-2, {10: [None] * 60}), [good], jobs=2) is None
 
 
+def test_validations_of_different_lengths_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        sweeps.beaten(candidate(1e-2, {5: [1.0]}), [candidate(1e-4, {5: []})], jobs=2)
+
+
 def test_a_few_rows_are_no_reason_to_stop() -> None:
     good, bad = candidate(1e-4, {10: [1.0] * 29}), candidate(1e-2, {10: [0.0] * 29})
 

@@ -15,8 +15,9 @@ import pytest
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
 from graders.tools.mcp import McpTools, function_of, functions_of, text_of
-from graders.tools.mcp_wire import McpGone, McpServer, McpSession, McpWire
+from graders.tools.mcp_wire import McpGone, McpSession, McpWire
 from graders.tools.protocol import ToolFailed, ToolRequest, ToolResult, ToolsFail
+from graders.tools.server import ToolServer
 from tests.graders.mcp_servers import TOOLS, Drawers, serving_mcp
 from tests.graders.servers import Reply, ScriptedServer, Time, serving
 
@@ -210,7 +211,7 @@ def opened(server: Closing) -> list[Any]:
         async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             patience = CallRetryPolicy(retries=0, sleep=Time().sleep)
-            wire = McpWire(McpServer("drawers", url, {}), LOCAL, patience=patience)
+            wire = McpWire(ToolServer(url, {}), LOCAL, patience=patience)
             [session] = await asyncio.gather(wire.open(), return_exceptions=True)
             if isinstance(session, McpSession):
                 await wire.close(session)
@@ -295,7 +296,7 @@ def test_the_response_in_a_stream_of_events_is_read() -> None:
 
     async def run() -> list[dict[str, Any]]:
         async with server as url:
-            wire = McpWire(McpServer("a", url, {}), LOCAL)
+            wire = McpWire(ToolServer(url, {}), LOCAL)
             return await wire.tools(await wire.open())
 
     assert asyncio.run(run()) == []
@@ -303,7 +304,7 @@ def test_the_response_in_a_stream_of_events_is_read() -> None:
 
 def test_a_host_that_the_operator_does_not_allow_is_not_called() -> None:
     private = Endpoints(("tools.example",), resolve=lambda host: ["10.0.0.1"])
-    wire = McpWire(McpServer("a", "https://tools.example/mcp", {}), private)
+    wire = McpWire(ToolServer("https://tools.example/mcp", {}), private)
 
     with pytest.raises(McpGone, match="not on the public internet"):
         asyncio.run(wire.open())
@@ -346,7 +347,7 @@ def test_the_example_is_a_server_whose_tools_are_called() -> None:
 
 async def read(url: str) -> list[dict[str, Any]]:
     """The functions of a server."""
-    wire = McpWire(McpServer("drawers", url, {}), LOCAL)
+    wire = McpWire(ToolServer(url, {}), LOCAL)
     session = await wire.open()
     try:
         return functions_of(await wire.tools(session), None)

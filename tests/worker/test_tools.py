@@ -14,7 +14,7 @@ import pytest
 from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints, checked_headers
 from graders.hazards import table
-from graders.tools.http import HttpTool, HttpTools
+from graders.tools.http import HttpTools
 from graders.tools.protocol import (
     MAX_BYTES,
     WINDOW,
@@ -44,7 +44,7 @@ def call(number: int = 0, item: Mapping[str, Any] = ROW) -> ToolRequest:
 
 def tools(url: str, time: Time, *, timeout_s: float = 5.0) -> HttpTools:
     patience = CallRetryPolicy(retries=3, retries_after_silence=0, sleep=time.sleep, jitter=lambda: 0.5)
-    tool = HttpTool("search", f"{url}/search", HEADERS)
+    tool = {"name": "search", "server_url": f"{url}/search", "headers": HEADERS}
     endpoints = Endpoints(("127.0.0.1",))
     return HttpTools([tool], endpoints, patience=patience, timeout_s=timeout_s, clock=time.clock)
 
@@ -146,7 +146,7 @@ def test_a_failure_with_a_long_body_is_a_failure() -> None:
 def test_the_reason_of_a_header_that_cannot_be_sent_is_without_its_value() -> None:
     async def ask() -> ToolResult:
         async with ScriptedServer([Reply(200, "{}")]) as url:
-            tool = HttpTool("search", url, {"X-Api-Key": "topsecret\t"})
+            tool = {"name": "search", "server_url": url, "headers": {"X-Api-Key": "topsecret\t"}}
             return await HttpTools([tool], Endpoints(("127.0.0.1",))).call(call())
 
     with pytest.raises(ToolFailed) as failed:

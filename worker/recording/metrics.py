@@ -336,7 +336,7 @@ def _against_base(base_N: RowScores | None, scores_N: RowScores) -> dict[str, fl
 
 def below_best(best_N: RowScores | None, now_N: RowScores, looks: int) -> dict[str, float | None]:
     """The paired fall from the best validation; any two of the validations of the job may be the pair."""
-    falls = [] if best_N is None else differences(paired(now_N, best_N))
+    falls = [] if best_N is None else differences(paired(zip(now_N, best_N, strict=True)))
     if not falls:
         return {}
     return {

@@ -104,7 +104,7 @@ def compare(base_N: RowScores, tuned_N: RowScores) -> RewardComparison | None:
     Raises:
         ValueError: they are not of the same number of rows.
     """
-    pairs = paired(base_N, tuned_N)
+    pairs = paired(zip(base_N, tuned_N, strict=True))
     if not pairs:
         return None
     base, tuned = (fmean(scores) for scores in zip(*pairs, strict=True))

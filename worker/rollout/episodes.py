@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from graders.tools.episode import EPISODE_S, NOT_EXECUTED, TRUNCATED, Episode, StopReason, ToolUse, trace_id
-from graders.tools.protocol import ToolFailed, Tools, ToolsFail
+from graders.tools.protocol import Tools, ToolsFail
 from graders.tools.turns import EpisodeTools, Message
 from worker.sampling import Answer, SampledTurns, Sampling, TurnSampler
 from worker.types import Call, Node, Prompt, Rollout
@@ -105,18 +105,7 @@ class _Run:
         self.uses: list[ToolUse] = []
 
     async def run(self) -> Rollout:
-        problem = ""
-        try:
-            async with asyncio.timeout(None) as limit:
-                stop = await self._turns(limit)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            stop = "time"
-        except ToolFailed as failed:
-            stop, problem = "discarded", str(failed)
-        finally:
-            await self.runner.tools.end(self.trace)
+        stop, problem = await self.tools.play(self._turns)
         episode = Episode(tuple(self.messages), tuple(self.uses), stop, self.trace, problem)
         rollout = Rollout.of_nodes(self.nodes, is_truncated=stop in TRUNCATED)
         return replace(rollout, episode=episode)
