@@ -277,7 +277,7 @@ def test_too_many_and_too_large_cases_are_refused(api: TestClient, cases: list[A
 def test_a_case_that_no_answer_could_show_is_refused(api: TestClient, field: str) -> None:
     save(api)
     deep: Any = []
-    for _ in range(500):
+    for _ in range(150):
         deep = [deep]
     sample = {"output_text": "4"}
     nested = {

@@ -766,7 +766,7 @@ def test_a_row_that_is_nested_too_deeply_is_refused_by_its_line(
     client: OpenAI, new_eval: Callable[..., Any]
 ) -> None:
     deep: Any = "red"
-    for _ in range(900):
+    for _ in range(150):
         deep = [deep]
     made = new_eval()
 

@@ -22,7 +22,7 @@ NO_ID = {"model", "prompt", "function", "formula", "text"}
 # Placeholders of the values of options that are no part of a path. Of models and graders: part of a body or a query.
 NO_IDS_OF_OPTIONS = {
     *("TEXT", "TEMPLATE", "JSON", "URL", "HOST:PORT", "FILE[:LINE]", "WHAT", "KIND", "CODE", "STAGE"),
-    *("NAME", "MODEL", "FIELD=VALUE", "NAME=FIELD", "NAME=VALUES"),
+    *("NAME", "MODEL", "FIELD=VALUE", "NAME=FIELD", "NAME=VALUES", "FINGERPRINT"),
 }
 
 
