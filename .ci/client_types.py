@@ -28,10 +28,10 @@ from openai import BaseModel
 # Schemas that the client's methods return. Those that they refer to come with them. A class has the name of its schema
 # without "Out", except for these.
 RETURNED = (
-    "AliasChangeOut AliasOut Comparison CurveOut EstimateOut GoldenCaseOut GraderAuditOut GraderCheckOut "
-    "GraderVersionOut JobComparison JobLedger PipelineOut PreviewAnswerOut PreviewOut ProfileOut PromptOut "
-    "RegradeOut RegradedOut ResultOut RolloutOut RolloutTokens StepMetrics StoredGraderOut UsageReport VerdictOut "
-    "WhatIfOut WorkQueueOut WorkerOut"
+    "AliasChangeOut AliasOut AttributionOut Comparison CurveOut EstimateOut GoldenCaseOut GraderAuditOut "
+    "GraderCheckOut GraderVersionOut JobComparison JobLedger PipelineOut PreviewAnswerOut PreviewOut ProfileOut "
+    "PromptOut RegradeOut RegradedOut ResultOut RolloutOut RolloutTokens StepMetrics StoredGraderOut UsageReport "
+    "VerdictOut WhatIfOut WorkQueueOut WorkerOut"
 ).split()
 RENAMED = {
     "Comparison": "EvalComparison",

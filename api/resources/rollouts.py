@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any, BinaryIO, Literal, cast
@@ -100,6 +100,18 @@ def _pages(
     if step is not None and not any(_is_there(service.blobs, page) for page in pages):
         raise NotFound(f"Job {job.id} has no {split} rollouts of step {step}.", param="step")
     return pages
+
+
+def training_pages(
+    job_id: str,
+    project: CurrentProject,
+    service: Service,
+    step: int | None,
+    step_from: int | None,
+    step_to: int | None,
+) -> Sequence[RolloutPage]:
+    """The pages of these training steps. Raises as `_pages`."""
+    return _pages(job_id, project, service, step, step_from, step_to, "train")
 
 
 def _is_there(blobs: BlobStore, page: RolloutPage) -> bool:
@@ -353,7 +365,7 @@ def list_prompts(
         start = lines.index(after) + 1
     most = max(1, min(limit, MAX_CONCURRENT))
     shown = matches[start : start + most]
-    texts = prompt_histories.texts(service.blobs, pages, shown)
+    texts = prompt_histories.texts(service.blobs, pages, {one.line: one.steps[0] for one in shown})
     return PromptListing(
         data=[PromptOut.of(history, texts.get(history.line)) for history in shown],
         has_more=len(matches) > start + most,
@@ -372,6 +384,12 @@ class RewardsOut(BaseModel):
     mean: float | None
     passed: Annotated[int, Field(description="Answers with a score of at least `pass_threshold`.")]
     groups_with_signal: Annotated[int, Field(description="Groups with answers of different scores.")]
+    signal_by_group_size: Annotated[
+        dict[int, float],
+        Field(
+            description="Expected share of groups with signal, by a number of answers up to the stored ones."
+        ),
+    ]
 
 
 class AdvantageSizesOut(BaseModel):
@@ -397,6 +415,13 @@ class ComparedScores(BaseModel):
     now_failed: int
     changed_signs: Annotated[
         int, Field(description="Answers whose reward, minus the mean of their group, has the opposite sign.")
+    ]
+    advantage_cosine: Annotated[
+        float | None,
+        Field(
+            description="Of the rewards minus the means of their groups, before and after: 1 teaches the same, -1 the "
+            "opposite."
+        ),
     ]
     rank_correlation: Annotated[
         float | None, Field(description="Spearman's, of the stored and the new scores.")
@@ -458,11 +483,25 @@ def rescore(
             param="step_from",
         )
     try:
-        parsed = Formula.parse(formula, names)
+        score = part_formula(grader, formula)
     except FormulaError as wrong:
         raise InvalidRequest(
             f"Invalid formula: {wrong}. Its names are {', '.join(names)}.", param="formula"
         ) from None
+    threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
+    return WhatIfOut.of(formula, threshold, advantage_scale, what_if.rescored(service.blobs, pages, score))
+
+
+def part_formula(
+    grader: Mapping[str, Any], formula: str
+) -> Callable[[Mapping[str, float | None]], float | None]:
+    """A formula over the scores of a multi grader's parts; None: it has no value, or a part no score.
+
+    Raises:
+        FormulaError: it is invalid.
+    """
+    names = what_if.part_names(grader)
+    parsed = Formula.parse(formula, names)
 
     def score(parts: Mapping[str, float | None]) -> float | None:
         stand_in = grader.get("invalid_grade")
@@ -475,8 +514,7 @@ def rescore(
         except FormulaDomainError:
             return None
 
-    threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
-    return WhatIfOut.of(formula, threshold, advantage_scale, what_if.rescored(service.blobs, pages, score))
+    return score
 
 
 @router.get("/{job_id}/rollouts/download", response_class=StreamingResponse)

@@ -141,12 +141,16 @@ def ordered(found: Iterable[PromptHistory], by: SortKey, *, descending: bool) ->
 
 
 def texts(
-    blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Iterable[PromptHistory]
+    blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Mapping[int, int]
 ) -> Mapping[int, str | None]:
-    """The first characters of the last message of each prompt, by line, read from the step where each came first."""
+    """The first characters of the last message of each prompt, by line.
+
+    Args:
+        wanted: a step with answers to the prompt, by its line.
+    """
     lines: dict[int, set[int]] = {}
-    for history in wanted:
-        lines.setdefault(history.steps[0], set()).add(history.line)
+    for line, step in wanted.items():
+        lines.setdefault(step, set()).add(line)
 
     def read(opened: OpenPage, matches: Matches) -> dict[int, str | None]:
         found: dict[int, str | None] = {}

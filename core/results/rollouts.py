@@ -315,6 +315,18 @@ def map_pages(
     return ahead(used, pages, lambda result: None)
 
 
+def columns(
+    blobs: BlobStore, pages: Sequence[RolloutPage], names: Sequence[str]
+) -> Iterator[tuple[int, pa.Table]]:
+    """These columns of all samples, by page with its step."""
+
+    def read(opened: OpenPage, matches: Matches) -> tuple[int, pa.Table]:
+        parts = [opened.part(number, names) for number, _ in matches]
+        return opened.page.step, pa.concat_tables([SCHEMA.empty_table().select(names), *parts])
+
+    return map_pages(blobs, pages, Wanted(), read)
+
+
 def _scan(
     blobs: BlobStore,
     pages: Sequence[RolloutPage],

@@ -4,18 +4,16 @@ They come from another formula over the stored scores of a multi grader's parts,
 judge, or from another grader (core/evals/regrades.py).
 """
 
+import math
+import operator
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import pyarrow as pa
-
 from core.database.tables import RolloutPage
 from core.results import rollouts
-from core.results.rollout_filters import Wanted
-from core.results.rollouts import Matches, OpenPage
 from core.rewards import all_equal, equal
 from core.storage.store import BlobStore
 
@@ -45,6 +43,8 @@ class RewardSummary:
     mean: float | None
     passed: int  # with a score of at least the threshold
     groups_with_signal: int  # with answers of different scores: only these teach the model
+    # The expected share of groups with signal, by the number of answers of a group: 2, 4, 8 ... up to the stored ones.
+    signal_by_group_size: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class ScoreComparison:
     now_passed: int  # now at least the threshold, and before below it
     now_failed: int
     changed_signs: int  # of the reward minus the mean of its group: the model learns the opposite
+    # Of the vectors of rewards minus the means of their groups: 1 teaches the same, 0 something unrelated, -1 the
+    # opposite. It is that of the gradients if those of all answers are orthogonal and of one size. None: one is 0.
+    advantage_cosine: float | None
     rank_correlation: (
         float | None
     )  # Spearman's, over answers with both scores; None where one of them never changes
@@ -81,19 +84,13 @@ def rescored(
         return known[key]
 
     found: list[Rescored] = []
-    for step, table in rollouts.map_pages(blobs, pages, Wanted(), _columns):
+    for step, table in rollouts.columns(blobs, pages, _COLUMNS):
         columns = (table[name].to_pylist() for name in _COLUMNS)
         found += [
             Rescored((step, split, group), before, rescored(parts))
             for split, group, before, parts in zip(*columns, strict=True)
         ]
     return found
-
-
-def _columns(opened: OpenPage, matches: Matches) -> tuple[int, pa.Table]:
-    parts = [opened.part(number, _COLUMNS) for number, _ in matches]
-    table = pa.concat_tables(parts) if parts else rollouts.SCHEMA.empty_table().select(_COLUMNS)
-    return opened.page.step, table
 
 
 def compare(
@@ -125,8 +122,16 @@ def compare(
             old is not None and new is not None and old * new < 0
             for old, new in zip(centered_before, centered_after, strict=True)
         ),
+        advantage_cosine=_cosine(centered_before, centered_after),
         rank_correlation=_rank_correlation(pairs),
     )
+
+
+def _cosine(before: Sequence[float | None], after: Sequence[float | None]) -> float | None:
+    """Of two vectors; an answer without a score counts as 0."""
+    old, new = ([value or 0.0 for value in values] for values in (before, after))
+    size = math.hypot(*old) * math.hypot(*new)
+    return math.fsum(map(operator.mul, old, new)) / size if size else None
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,35 @@ def _rewards(groups: Sequence[GroupKey], scores: Sequence[float | None], thresho
         mean=statistics.fmean(values) if values else None,
         passed=sum(value >= threshold for value in values),
         groups_with_signal=sum(not all_equal(some) for some in _by_group(groups, scores).values()),
+        signal_by_group_size=signal_by_group_size(list(_by_group(groups, scores).values())),
     )
+
+
+def signal_by_group_size(groups: Sequence[Sequence[float]]) -> dict[int, float]:
+    """The expected share of groups with answers of different scores, by the number of answers of a group.
+
+    Over all subsets of each group: 1 - sum over scores v of C(n_v, size) / C(n, size), with n_v answers of score v
+    (Chen et al. 2021, eq. 1, is this estimate for right and wrong answers). Sizes are 2, 4, 8 ... and that of the
+    largest group; of each one, groups with fewer answers are left out.
+    """
+    most = max(map(len, groups), default=0)
+    sizes = sorted({2**power for power in range(1, most.bit_length()) if 2**power <= most} | {most} - {0, 1})
+    return {
+        size: statistics.fmean(_chance_of_signal(some, size) for some in groups if len(some) >= size)
+        for size in sizes
+    }
+
+
+def _chance_of_signal(scores: Sequence[float], size: int) -> float:
+    counts: list[int] = []
+    first = math.nan
+    for score in sorted(scores):
+        if counts and equal(first, score):
+            counts[-1] += 1
+        else:
+            first = score
+            counts.append(1)
+    return 1.0 - sum(math.comb(count, size) for count in counts) / math.comb(len(scores), size)
 
 
 def _by_group(groups: Iterable[GroupKey], scores: Iterable[float | None]) -> dict[GroupKey, list[float]]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from regraft.types import (
         Alias,
         AliasChange,
+        Attribution,
         Estimate,
         FileProfile,
         GoldenCase,
@@ -83,7 +84,7 @@ _HOME = {
     "regraft.requests": "InvalidRequestFile",
     "regraft.resources.graders": "GraderTest",
     "regraft.sync.client": "Regraft",
-    "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderVersion "
+    "regraft.types": "Alias AliasChange Attribution Estimate FileProfile GoldenCase GraderCheck GraderVersion "
     "JobComparison JobLedger Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
     "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict "
     "WhatIf Worker",
@@ -109,6 +110,7 @@ __all__ = [
     "AliasChange",
     "AliasNotFound",
     "AsyncRegraft",
+    "Attribution",
     "BudgetReached",
     "CheckpointNotFound",
     "DownloadCorrupt",

@@ -42,6 +42,54 @@ class Alias(BaseModel):
     """Whether a model of the registry has the name, and answers in its place."""
 
 
+class GroupShare(BaseModel):
+    """A group of answers to one prompt."""
+
+    step: int
+    group: int
+    """Index of the prompt in its step."""
+    line: int | None = None
+    """Of the dataset file, from 1."""
+    text: str | None = None
+    """First characters of the prompt's last message."""
+    share: float
+    """Of the update of the selected steps; all groups sum to 1."""
+    answers: int
+    trained: int
+    """Answers with an advantage other than 0."""
+    mean_reward: float | None = None
+
+
+class PartShare(BaseModel):
+    """A part of a multi grader."""
+
+    name: str
+    share: float
+    """Negative: the updates lower this part for the sake of others. They sum to 1."""
+
+
+class Attribution(BaseModel):
+    """The sources of the updates of the selected steps. docs/howto/rollouts.md#attribution has the
+    formulas.
+    """
+
+    object: Literal["regraft.attribution"] = "regraft.attribution"
+    weight: Literal["answer", "token"]
+    """Whether the job's loss weighs answers or tokens alike."""
+    answers: int
+    trained: int
+    """Answers with an advantage other than 0."""
+    groups: int
+    groups_of_half: int
+    """The smallest number of groups that have half of the update; 0 without any."""
+    largest: list[GroupShare]
+    """The groups with the largest shares."""
+    parts: list[PartShare] | None = None
+    """None without a multi grader, with more than eight parts, with the advantage scale 'each', and where
+    no advantage follows a difference of these parts.
+    """
+
+
 class EvalDifference(BaseModel):
     """The second run minus the first, over the rows that both graded; the interval is that of Student's t."""
 
@@ -887,6 +935,8 @@ class Rewards(BaseModel):
     """Answers with a score of at least `pass_threshold`."""
     groups_with_signal: int
     """Groups with answers of different scores."""
+    signal_by_group_size: dict[str, float]
+    """Expected share of groups with signal, by a number of answers up to the stored ones."""
 
 
 class ComparedScores(BaseModel):
@@ -908,6 +958,10 @@ class ComparedScores(BaseModel):
     now_failed: int
     changed_signs: int
     """Answers whose reward, minus the mean of their group, has the opposite sign."""
+    advantage_cosine: float | None = None
+    """Of the rewards minus the means of their groups, before and after: 1 teaches the same, -1 the
+    opposite.
+    """
     rank_correlation: float | None = None
     """Spearman's, of the stored and the new scores."""
 
@@ -1524,6 +1578,10 @@ class WhatIf(BaseModel):
     now_failed: int
     changed_signs: int
     """Answers whose reward, minus the mean of their group, has the opposite sign."""
+    advantage_cosine: float | None = None
+    """Of the rewards minus the means of their groups, before and after: 1 teaches the same, -1 the
+    opposite.
+    """
     rank_correlation: float | None = None
     """Spearman's, of the stored and the new scores."""
     object: Literal["regraft.what_if"] = "regraft.what_if"

@@ -666,8 +666,20 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
         "pass_threshold": 0.5,
         "answers": 6,
         "groups": 2,
-        "before": {"graded": 5, "mean": 0.6, "passed": 3, "groups_with_signal": 1},
-        "after": {"graded": 5, "mean": pytest.approx(0.43), "passed": 2, "groups_with_signal": 2},
+        "before": {
+            "graded": 5,
+            "mean": 0.6,
+            "passed": 3,
+            "groups_with_signal": 1,
+            "signal_by_group_size": {"2": pytest.approx((2 / 3 + 0) / 2), "3": 1.0},
+        },
+        "after": {
+            "graded": 5,
+            "mean": pytest.approx(0.43),
+            "passed": 2,
+            "groups_with_signal": 2,
+            "signal_by_group_size": {"2": 1.0, "3": 1.0},
+        },
         "higher": 2,
         "lower": 3,
         "same": 0,
@@ -677,6 +689,8 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
         "now_failed": 2,
         # In the first group all but the last: its 0.4 is below the mean of 0.467, as its 0 was below 0.333.
         "changed_signs": 2,
+        # (0.667, -0.333, -0.333) and (-0.467, 0.533, -0.067); in the second group 0 and (0.125, -0.125).
+        "advantage_cosine": pytest.approx(-0.779, abs=1e-3),
         "rank_correlation": pytest.approx(-0.577, abs=1e-3),
         "advantage_scale": "none",
         "advantages_before": {
@@ -688,6 +702,108 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
             "largest": pytest.approx(0.533, abs=1e-3),
         },
     }
+
+
+@pytest.fixture
+def learned(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
+    """A job whose grader has two parts: of its two groups one has three quarters of the tokens that were trained on."""
+    grader = BOTH | {"calculate_output": "0.5 * says + 0.5 * close"}
+    job_id: str = create_job(reinforcement={"grader": grader})["id"]
+    resolve(house, job_id, loss="dapo", advantage_scale="batch", supervision="outcome")
+    rows = [
+        scored(step, group, member, says, close)
+        | {"advantage": advantage, "trained": advantage is not None, "completion_tokens": tokens}
+        for step, group, member, says, close, advantage, tokens in [
+            (1, 0, 0, 1.0, 0.5, 0.5, 30),
+            (1, 0, 1, 0.0, 0.5, -0.5, 30),
+            (1, 1, 0, 1.0, 0.0, 0.5, 10),
+            (1, 1, 1, 0.0, 0.0, -0.5, 10),
+            (1, 2, 0, 1.0, 1.0, None, 90),
+        ]
+    ]
+    store(house, job_id, 1, rows=rows)
+    return job_id
+
+
+def resolve(house: House, job_id: str, **values: Any) -> None:
+    with house.database.write() as session:
+        session.query(Job).where(Job.id == job_id).one().resolved = values
+
+
+def test_an_update_is_attributed_to_prompts_and_to_parts_of_the_grader(api: TestClient, learned: str) -> None:
+    found = api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution", params={"step": 1, "limit": 1})
+
+    assert found.status_code == 200, found.text
+    assert found.json() == {
+        "object": "regraft.attribution",
+        "weight": "token",
+        "answers": 5,
+        "trained": 4,
+        "groups": 3,
+        "groups_of_half": 1,
+        "largest": [
+            {
+                "step": 1,
+                "group": 0,
+                "line": 1,
+                "text": "2+2?",
+                "share": 0.75,
+                "answers": 2,
+                "trained": 2,
+                "mean_reward": 0.5,
+            }
+        ],
+        "parts": [{"name": "says", "share": 1.0}, {"name": "close", "share": 0.0}],
+    }
+
+
+def test_answers_weigh_alike_where_the_loss_averages_over_them(
+    house: House, api: TestClient, learned: str
+) -> None:
+    resolve(house, learned, loss="grpo", advantage_scale="group", supervision="outcome")
+
+    found = api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution").json()
+
+    assert (found["weight"], [one["share"] for one in found["largest"]]) == ("answer", [0.5, 0.5])
+
+
+def test_parts_that_were_normalized_before_they_were_added_have_no_shares(
+    house: House, api: TestClient, learned: str
+) -> None:
+    resolve(house, learned, loss="dapo", advantage_scale="each", supervision="outcome")
+
+    assert api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution").json()["parts"] is None
+
+
+@pytest.mark.parametrize(
+    ("resolved", "reason"),
+    [
+        ({"loss": "ppo"}, "with the loss 'ppo' tokens have different advantages"),
+        ({"loss": "grpo", "supervision": "process"}, "the steps of an answer have different advantages"),
+    ],
+)
+def test_answers_without_one_advantage_are_not_attributed(
+    house: House, api: TestClient, learned: str, resolved: dict[str, str], reason: str
+) -> None:
+    resolve(house, learned, **resolved)
+
+    refused = api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution")
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "job_id")
+    assert reason in refused.json()["error"]["message"]
+
+
+def test_more_answers_than_are_attributed_at_once_are_refused(
+    house: House, api: TestClient, learned: str
+) -> None:
+    store(house, learned, 2, samples=100_000)
+
+    refused = api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution")
+    fewer = api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution", params={"step_to": 1})
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "step_from")
+    assert "select fewer steps" in refused.json()["error"]["message"]
+    assert fewer.json()["answers"] == 5
 
 
 @pytest.mark.parametrize(

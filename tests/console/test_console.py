@@ -510,6 +510,24 @@ def test_answers_stand_under_their_question_and_what_is_expected(
     expect(logged_in.get_by_role("dialog")).to_be_visible()
 
 
+def test_a_step_says_which_prompts_its_update_came_from(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    open_rollouts(logged_in, finished, "step=1&split=train")
+    learned = answers(server, finished, step=1, split="train")
+    groups = {one["group"] for one in learned if one["advantage"]}
+
+    logged_in.get_by_text("What the update of step 1 came from").click()
+
+    table = logged_in.get_by_role("region", name="Prompts with the largest shares of the update")
+    expect(table.locator("tbody tr")).to_have_count(len(groups))
+    accessible(logged_in)
+    table.get_by_role("link").first.click()
+    expect(logged_in.get_by_role("heading", level=1)).to_contain_text("Group")
+    logged_in.goto(f"/#/jobs/{finished}/rollouts?step=0&split=valid")
+    expect(logged_in.get_by_text("What the update")).to_have_count(0)
+
+
 def test_the_rollouts_open_at_the_delivered_step(logged_in: Page, server: Server, finished: str) -> None:
     result = untyped(server.client().fine_tuning.jobs.retrieve(finished)).result
     logged_in.goto(f"/#/jobs/{finished}/rollouts")

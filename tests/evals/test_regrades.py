@@ -1,6 +1,7 @@
 """Stored answers of a job are scored by another grader, in the background, beside the scores of the job."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,9 +136,10 @@ def test_another_grader_is_compared_with_the_stored_scores(
     assert done["comparison"] == {
         "answers": 4,
         "groups": 2,
-        "before": {"graded": 3, "mean": pytest.approx(1 / 3), "passed": 1, "groups_with_signal": 1},
+        "before": {"graded": 3, "mean": pytest.approx(1 / 3), "passed": 1}
+        | {"groups_with_signal": 1, "signal_by_group_size": {"2": 1.0}},
         "after": {"graded": 4, "mean": pytest.approx((1 + near + 0 + 1) / 4), "passed": 3}
-        | {"groups_with_signal": 2},
+        | {"groups_with_signal": 2, "signal_by_group_size": {"2": 1.0}},
         "higher": 1,
         "lower": 0,
         "same": 2,
@@ -146,6 +148,8 @@ def test_another_grader_is_compared_with_the_stored_scores(
         "now_passed": 1,
         "now_failed": 0,
         "changed_signs": 0,
+        # The first group was taught 0.5 either way and is taught 0.1, the second 0 and 0.5.
+        "advantage_cosine": pytest.approx(0.1 / math.hypot(0.1, 0.5)),
         "rank_correlation": pytest.approx(0.866, abs=1e-3),
     }
 

@@ -905,20 +905,62 @@ def test_another_formula_is_shown_beside_the_stored_scores(
     _, out, _ = regraft("what-if", job_id, "close", "--split", "train", "--advantage-scale", "group")
 
     lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert lines[:7] == [
+    assert lines[:8] == [
         ["2 answers", "stored", "with the formula"],
         ["mean reward", "0.500", "0.750"],
         ["graded answers", "2", "2"],
         ["passed, from 0.5", "1", "2"],
         ["groups with signal, of 1", "1", "1"],
+        ["expected with signal, of groups of 2", "100%", "100%"],
         ["mean size of advantages, scale group", "1.000", "1.000"],
         ["largest advantage", "1.000", "1.000"],
     ]
-    assert out.splitlines()[7] == (
+    assert out.splitlines()[8] == (
         "1 higher, 1 lower, 0 the same; 1 now pass, 0 now fail; 2 would be learned the other way, "
-        "rank correlation -1.000"
+        "cosine of the advantages -1.000, rank correlation -1.000"
     )
     assert in_json("what-if", job_id, "close", "--step-from", "2")["answers"] == 0
+
+
+def test_an_update_is_attributed_to_prompts_and_parts_in_two_tables(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
+    parts = {name: GRADER | {"name": name} for name in ("says", "close")}
+    grader = {"type": "multi", "name": "both", "graders": parts, "calculate_output": "says + close"}
+    job_id = house.job(status="running", body={"grader": grader})
+    message = {"role": "user", "content": "2 + 2 ?"}
+    answer = {"step": 1, "split": "train", "line": 1, "messages": [message], "finish_reason": "stop"}
+    house.rollouts(
+        job_id,
+        1,
+        [
+            answer
+            | {
+                "member": member,
+                "output_text": "4",
+                "completion_tokens": 3,
+                "score": score,
+                "sub_scores": {"says": score, "close": 0.0},
+                "advantage": score - 0.5,
+                "trained": True,
+            }
+            for member, score in enumerate((0.0, 1.0))
+        ],
+    )
+
+    _, out, _ = regraft("attribution", job_id, "--step", "1")
+
+    assert [re.split(r"  +", line.strip()) for line in out.splitlines()] == [
+        ["step", "group", "line", "share", "trained", "mean", "prompt"],
+        ["1", "0", "1", "100.0%", "2 of 2", "0.500", "2 + 2 ?"],
+        [""],
+        ["part of the grader", "share"],
+        ["says", "100.0%"],
+        ["close", "0.0%"],
+        [""],
+        ["trained on 2 of 2 answers; 1 of 1 groups have half of the update"],
+    ]
+    assert in_json("attribution", job_id, "--step", "1")["groups_of_half"] == 1
 
 
 def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_changed(
@@ -937,14 +979,15 @@ def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_chan
     lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
     assert code == 0
     assert re.match(r"regrade_\w+: 2 answers\n", err)
-    assert lines[:5] == [
+    assert lines[:6] == [
         ["2 answers", "stored", "with the grader"],
         ["mean reward", "0.500", "1.000"],
         ["graded answers", "2", "2"],
         ["passed", "1", "2"],
         ["groups with signal, of 1", "1", "0"],
+        ["expected with signal, of groups of 2", "100%", "0%"],
     ]
-    assert lines[5][0].startswith("1 higher, 0 lower, 1 the same; 1 now pass, 0 now fail")
+    assert lines[6][0].startswith("1 higher, 0 lower, 1 the same; 1 now pass, 0 now fail")
     _, listed, _ = regraft("regrades", graded_job)
     assert re.search(r"regrade_\w+ +lenient +completed +2 of 2 +0\.500 +1\.000 +1", listed)
     waiting = in_json("regrade", graded_job, "--grader", str(file), "--no-wait")

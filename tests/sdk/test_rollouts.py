@@ -196,6 +196,38 @@ def test_another_formula_is_compared_with_the_stored_scores(
         client.rollouts.what_if(job_id, "length")
 
 
+def test_an_update_is_attributed_to_its_prompts(
+    client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House
+) -> None:
+    job_id = house.job(status="running")
+    answer = {
+        "step": 1,
+        "split": "train",
+        "line": 3,
+        "messages": [],
+        "finish_reason": "stop",
+        "completion_tokens": 1,
+        "output_text": "4",
+        "score": 1.0,
+    }
+    house.rollouts(
+        job_id,
+        1,
+        [answer | {"member": member, "advantage": 1.0 - 2 * member, "trained": True} for member in (0, 1)],
+    )
+
+    async def asked() -> regraft.Attribution:
+        async with make_async() as client:
+            return await client.rollouts.attribution(job_id, step=1)
+
+    found = client.rollouts.attribution(job_id, step=1)
+
+    assert (found.trained, found.groups_of_half, found.parts) == (2, 1, None)
+    assert [one.share for one in found.largest] == [1.0]
+    assert asyncio.run(asked()) == found
+    assert client.rollouts.attribution(job_id, step_from=2).answers == 0
+
+
 def test_the_values_of_the_tokens_of_an_answer_are_read(
     client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House, job_id: str
 ) -> None:

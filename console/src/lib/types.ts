@@ -40,6 +40,7 @@ export type UsageReport = Schemas["UsageReport"];
 export type Worker = Schemas["WorkerOut"];
 export type Queue = Schemas["WorkQueueOut"];
 export type WhatIf = Schemas["WhatIfOut"];
+export type Attribution = Schemas["AttributionOut"];
 export type JobComparison = Schemas["JobComparison"];
 export type JobLedger = Schemas["JobLedger"];
 export type LedgerBucket = Schemas["LedgerBucket"];

@@ -421,6 +421,16 @@ PROMPTS = Command(
     "  regraft prompts ftjob-... --split train --sort change --step-from 10",
 )
 
+ATTRIBUTION = Command(
+    "attribution",
+    "show which prompts, and which parts of a multi grader, the updates of training steps came from",
+    "job_id",
+    arg("--step", "N", "one step; default: all"),
+    *STEPS,
+    arg("--limit", "N", "number of groups", default=10),
+    example="regraft attribution ftjob-... --step 12",
+)
+
 WHAT_IF = Command(
     "what-if",
     "score stored answers by another formula over the parts of the job's multi grader",
@@ -724,8 +734,9 @@ SKILL = Group(
 )
 
 TABLE = (
-    LOGIN, INIT, FILES, VALIDATE, CONVERT, VERIFY, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS, WHAT_IF,
-    USAGE, WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT, MIGRATE, MCP, SKILL,
+    LOGIN, INIT, FILES, VALIDATE, CONVERT, VERIFY, GRADERS, JOBS, SWEEP, AGENTS, PREVIEWS, ROLLOUTS, PROMPTS,
+    ATTRIBUTION, WHAT_IF, USAGE, WORKERS, REGRADE, REGRADES, CHECKPOINTS, EVALS, PIPELINES, MODELS, CHAT,
+    MIGRATE, MCP, SKILL,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from regraft.progress import FINAL
 from regraft.resources.checkpoints import best
 from regraft.resources.rollouts import Filters
 from regraft.sync.client import Regraft
-from regraft.types import ComparedScores, Rollout, WhatIf
+from regraft.types import ComparedScores, Rewards, Rollout, WhatIf
 
 
 def rollouts(arguments: argparse.Namespace) -> int:
@@ -204,6 +204,39 @@ def prompts(arguments: argparse.Namespace) -> int:
     return done
 
 
+def attribution(arguments: argparse.Namespace) -> int:
+    found = connect().rollouts.attribution(
+        arguments.job_id,
+        step=arguments.step,
+        step_from=arguments.step_from,
+        step_to=arguments.step_to,
+        limit=arguments.limit,
+    )
+
+    def text() -> str:
+        groups: list[list[object]] = [
+            [
+                one.step,
+                one.group,
+                one.line,
+                f"{one.share:.1%}",
+                f"{one.trained} of {one.answers}",
+                one.mean_reward,
+                shortened(one.text or "", WIDE),
+            ]
+            for one in found.largest
+        ]
+        parts: list[list[object]] = [[one.name, f"{one.share:.1%}"] for one in found.parts or ()]
+        tables = [table(["step", "group", "line", "share", "trained", "mean", "prompt"], groups)]
+        if parts:
+            tables.append(table(["part of the grader", "share"], parts))
+        trained = f"trained on {found.trained} of {found.answers} answers"
+        half = f"; {found.groups_of_half} of {found.groups} groups have half of the update"
+        return "\n\n".join([*tables, trained + (half if found.trained else "")])
+
+    return answer(arguments, found, text)
+
+
 def what_if(arguments: argparse.Namespace) -> int:
     found = connect().rollouts.what_if(
         arguments.job_id,
@@ -237,14 +270,30 @@ def _compared(
         ["graded answers", before.graded, after.graded],
         [passed, before.passed, after.passed],
         [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+        *_by_group_size(before, after),
         *more,
     ]
+    cosine = (
+        "" if found.advantage_cosine is None else f", cosine of the advantages {found.advantage_cosine:.3f}"
+    )
     correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
     return (
         table([f"{found.answers} answers", "stored", new], rows)
         + f"\n{found.higher} higher, {found.lower} lower, {found.same} the same; {found.now_passed} now pass, "
-        f"{found.now_failed} now fail; {found.changed_signs} would be learned the other way{correlation}"
+        f"{found.now_failed} now fail; {found.changed_signs} would be learned the other way{cosine}{correlation}"
     )
+
+
+def _by_group_size(before: Rewards, after: Rewards) -> list[list[object]]:
+    """How often a group would have signal, by its number of answers."""
+    shares = [
+        (size, share, after.signal_by_group_size.get(size))
+        for size, share in before.signal_by_group_size.items()
+    ]
+    return [
+        [f"expected with signal, of groups of {size}", f"{old:.0%}", "-" if new is None else f"{new:.0%}"]
+        for size, old, new in shares
+    ]
 
 
 def regrade(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from regraft.literals import (
 )
 from regraft.routes import route
 from regraft.saving import async_chunks, atomic_file
-from regraft.types import PromptHistory, Rollout, RolloutTokens, WhatIf
+from regraft.types import Attribution, PromptHistory, Rollout, RolloutTokens, WhatIf
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -142,6 +142,27 @@ class AsyncRollouts:
         """
         options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
         return await self._client.get(route(_path(job_id), "what-if"), cast_to=WhatIf, options=options)
+
+    async def attribution(
+        self,
+        job_id: str,
+        *,
+        step: int | None = None,
+        step_from: int | None = None,
+        step_to: int | None = None,
+        limit: int | None = None,
+    ) -> Attribution:
+        """Which prompts, and which parts of a multi grader, the updates of training steps came from.
+
+        At most `limit` groups are listed: by default 20, at most 100.
+
+        Raises:
+            openai.BadRequestError: the answers of the job do not have one advantage each.
+        """
+        options = _asking({"step": step, "step_from": step_from, "step_to": step_to}, limit=limit)
+        return await self._client.get(
+            route(_path(job_id), "attribution"), cast_to=Attribution, options=options
+        )
 
     async def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
         """The log-probability, advantage and sampler gap of each token of an answer.
