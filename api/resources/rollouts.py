@@ -21,7 +21,7 @@ from core.errors import InvalidRequest, NotFound
 from core.jobs import events, lifecycle
 from core.results import evals, prompt_histories, rollout_order, rollouts, what_if
 from core.results.job_results import delivered_steps
-from core.results.prompt_histories import Outcome, PromptHistory, SortKey
+from core.results.prompt_histories import Outcome, PromptHistory, Reason, SortKey
 from core.results.rollout_filters import Wanted
 from core.results.rollout_order import SortColumn
 from core.results.rollouts import SamplePosition
@@ -279,6 +279,13 @@ class PromptOut(BaseModel):
             " kept: both; forgotten: an earlier one, not the last; stuck: none; ungraded: no sample has a score."
         ),
     ]
+    reason: Annotated[
+        Reason | None,
+        Field(
+            description="The reason for stuck or forgotten, as far as its samples say. cut: half of the last ones ended at "
+            "the token limit; no_signal: the samples of a step never had different scores; rising: the mean rises."
+        ),
+    ]
     first_mean: Annotated[
         float | None, Field(description="Mean reward of the first step with a graded sample.")
     ]
@@ -297,6 +304,7 @@ class PromptOut(BaseModel):
             line=history.line,
             text=text,
             outcome=history.outcome,
+            reason=history.reason,
             first_mean=history.first_mean,
             last_mean=history.last_mean,
             change=history.change,

@@ -19,15 +19,27 @@ from core.database.tables import RolloutPage
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from core.results.rollouts import Matches, OpenPage
+from core.rewards import equal
 from core.storage.store import BlobStore
 
 Outcome = Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
 OUTCOMES: tuple[Outcome, ...] = ("learned", "kept", "forgotten", "stuck", "ungraded")
+Reason = Literal["cut", "no_signal", "rising"]
 SortKey = Literal["line", "change", "last_mean"]
 SHOWN_CHARACTERS = 200
 _CELLS = pa.schema(
-    [("line", pa.int32()), ("step", pa.int32()), ("mean", pa.float64()), ("samples", pa.int64())]
+    [
+        ("line", pa.int32()),
+        ("step", pa.int32()),
+        ("mean", pa.float64()),
+        ("samples", pa.int64()),
+        ("lowest", pa.float64()),
+        ("highest", pa.float64()),
+        ("graded", pa.int64()),
+        ("cut", pa.int64()),
+    ]
 )
+Cell = tuple[int, int, float | None, int, float | None, float | None, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class PromptHistory:
     means: Sequence[float | None]
     samples: Sequence[int]
     outcome: Outcome
+    reason: Reason | None = None  # why it is not solved, as far as the answers say
     counted_step: int | None = (
         None  # the last step that `outcome`, `last_mean` and `change` count; None: all steps
     )
@@ -80,6 +93,25 @@ def outcome_of(means: Iterable[float | None], threshold: float) -> Outcome:
     return "forgotten" if any(solved) else "stuck"
 
 
+def reason_of(cells: Sequence[Cell], outcome: Outcome) -> Reason | None:
+    """The reason for stuck or forgotten, as far as the answers say: the first of these that holds.
+
+    cut: at least half of its answers at the last step ended at the token limit. no_signal: it had several graded
+    answers at some step, and at no step answers of different scores, so nothing could be learned from it. rising: the
+    last mean reward is above the first.
+    """
+    if outcome not in ("stuck", "forgotten"):
+        return None
+    *_, samples, _, _, _, cut = cells[-1]
+    if 2 * cut >= samples:
+        return "cut"
+    ranges = [(low, high) for *_, low, high, graded, _ in cells if graded > 1]
+    if ranges and all(equal(low or 0.0, high or 0.0) for low, high in ranges):
+        return "no_signal"
+    means = [mean for _, _, mean, *_ in cells if mean is not None]
+    return "rising" if means[-1] > means[0] and not equal(means[-1], means[0]) else None
+
+
 def histories(
     blobs: BlobStore,
     pages: Sequence[RolloutPage],
@@ -88,7 +120,7 @@ def histories(
     line: int | None = None,
     counted_step: int | None = None,
 ) -> list[PromptHistory]:
-    """The history of every line or of one, by line. Only two columns of the samples are read.
+    """The history of every line or of one, by line. Only three columns of the samples are read.
 
     Steps after `counted_step` are in the history, and do not change its outcome.
     """
@@ -103,27 +135,41 @@ def histories(
 
 
 def _cells(opened: OpenPage, matches: Matches) -> pa.Table:
-    """The mean and the number of the samples of each line of a step."""
+    """The cells of a step: one for each line with samples."""
     if not matches:
         return _CELLS.empty_table()
-    parts = [(opened.part(number, ["line", "score"]), mask) for number, mask in matches]
+    parts = [(opened.part(number, ["line", "score", "finish_reason"]), mask) for number, mask in matches]
     samples = pa.concat_tables(table if mask is None else table.filter(mask) for table, mask in parts)
     samples = samples.filter(pc.is_valid(samples["line"]))  # early versions stored none
-    means = samples.group_by("line", use_threads=False).aggregate([("score", "mean"), ([], "count_all")])
-    table = means.select(["line", "score_mean", "count_all"]).rename_columns(["line", "mean", "samples"])
+    samples = samples.append_column("cut", pc.equal(samples["finish_reason"], "length").cast(pa.int64()))
+    scores = [("score", of) for of in ("mean", "min", "max", "count")]
+    table = samples.group_by("line", use_threads=False).aggregate(
+        [*scores, ([], "count_all"), ("cut", "sum")]
+    )
+    table = table.rename_columns(
+        {
+            "score_mean": "mean",
+            "score_min": "lowest",
+            "score_max": "highest",
+            "score_count": "graded",
+            "count_all": "samples",
+            "cut_sum": "cut",
+        }
+    )
     table = table.append_column("step", pa.repeat(pa.scalar(opened.page.step, pa.int32()), table.num_rows))
     return table.select(_CELLS.names).cast(_CELLS)
 
 
 def _history(
     line: int,
-    cells: Sequence[tuple[int, int, float | None, int]],
+    cells: Sequence[Cell],
     threshold: float,
     counted_step: int | None,
 ) -> PromptHistory:
-    _, steps, means, samples = zip(*cells, strict=True)
+    steps, means, samples = zip(*(cell[1:4] for cell in cells), strict=True)
     outcome = outcome_of(_counted(steps, means, counted_step), threshold)
-    return PromptHistory(line, steps, means, samples, outcome, counted_step)
+    counted = [cell for cell in cells if counted_step is None or cell[1] <= counted_step]
+    return PromptHistory(line, steps, means, samples, outcome, reason_of(counted, outcome), counted_step)
 
 
 def outcomes(found: Iterable[PromptHistory]) -> dict[Outcome, int]:

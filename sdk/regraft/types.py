@@ -913,6 +913,11 @@ class PromptHistory(BaseModel):
     """By the steps whose mean reward reaches `pass_threshold`. learned: the last one, not the first; kept:
     both; forgotten: an earlier one, not the last; stuck: none; ungraded: no sample has a score.
     """
+    reason: Literal["cut", "no_signal", "rising"] | None = None
+    """The reason for stuck or forgotten, as far as its samples say. cut: half of the last ones ended at
+    the token limit; no_signal: the samples of a step never had different scores; rising: the mean
+    rises.
+    """
     first_mean: float | None = None
     """Mean reward of the first step with a graded sample."""
     last_mean: float | None = None

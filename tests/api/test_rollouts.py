@@ -348,6 +348,46 @@ def test_the_rewards_of_each_prompt_say_what_became_of_it(prompts: Callable[...,
     assert (first["steps"], first["samples"]) == ([0, 5, 10], [2, 2, 2])
 
 
+@pytest.mark.parametrize(
+    ("by_step", "outcome", "reason"),
+    [
+        ([[(0, "stop"), (0, "length")]], "stuck", "cut"),
+        ([[(0, "stop"), (0, "stop"), (0, "stop")], [(0.2, "stop"), (0.2, "stop")]], "stuck", "no_signal"),
+        ([[(0, "stop"), (0.1, "stop")], [(0.1, "stop"), (0.4, "stop")]], "stuck", "rising"),
+        ([[(0.1, "stop"), (0.4, "stop")], [(0, "stop"), (0.1, "stop")]], "stuck", None),
+        ([[(0, "stop")], [(0, "stop")]], "stuck", None),  # one answer at each step has no signal to have
+        ([[(1, "stop"), (1, "stop")], [(0, "length"), (None, "length")]], "forgotten", "cut"),
+        ([[(1, "length"), (1, "length")]], "kept", None),
+        ([[(None, "length")]], "ungraded", None),
+    ],
+)
+def test_a_prompt_says_why_it_is_not_solved(
+    house: House,
+    api: TestClient,
+    create_job: Callable[..., dict[str, Any]],
+    by_step: list[list[tuple[float | None, str]]],
+    outcome: str,
+    reason: str | None,
+) -> None:
+    job_id = create_job()["id"]
+    for step, answers in enumerate(by_step, start=1):
+        store(
+            house,
+            job_id,
+            step,
+            rows=[
+                row(step, "train", 0, member, score=score, finish_reason=ended)
+                for member, (score, ended) in enumerate(answers)
+            ],
+        )
+
+    [prompt] = api.get(f"/v1/regraft/jobs/{job_id}/rollouts/prompts", params={"split": "train"}).json()[
+        "data"
+    ]
+
+    assert (prompt["outcome"], prompt["reason"]) == (outcome, reason)
+
+
 def test_outcomes_of_validations_are_those_of_the_delivered_checkpoint(
     house: House, solved: str, prompts: Callable[..., Any]
 ) -> None:

@@ -425,8 +425,10 @@ def test_a_grader_is_written_by_the_fields_that_are_offered(
     text.press_sequentially("{{")
     expect_offered(option, ["{{sample.output_text}}", "{{item.answer}}"])
     text.press("Enter")
+    expect(option).to_have_count(0)
     text.press("End")
     text.press_sequentially(',\n"reference": "yes"')
+    expect(text.locator(".cm-line").last).to_have_text("}")
     studio.get_by_text("The server accepts this grader.").wait_for()
     assert json.loads(written(text)) == {
         "type": "string_check",

@@ -187,7 +187,7 @@ def prompts(arguments: argparse.Namespace) -> int:
         rows = [
             [
                 one.line,
-                one.outcome,
+                one.outcome if one.reason is None else f"{one.outcome}: {one.reason}",
                 one.first_mean,
                 one.last_mean,
                 signed(one.change),
