@@ -577,9 +577,9 @@ class PreviewAnswer(BaseModel):
     output_tools: list[dict[str, Any]]
     """The calls of functions in the answer."""
     conversation: list[dict[str, Any]] | None = None
-    """The messages after the prompt of an episode; None: the job executes no tools."""
-    stop: str | None = None
-    """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
+    """The messages after the prompt of an episode; None: the answer is of one call."""
+    stop: Literal["final", "max_steps", "tokens", "context", "time", "discarded"] | None = None
+    """The reason for the end of the episode."""
     trace_id: str | None = None
     """The id of the episode for its tools and the grader."""
     finish_reason: Literal["stop", "length"]
@@ -1006,8 +1006,8 @@ class Rollout(BaseModel):
     """The reason why the calls in the answer could not be read; they are in its text."""
     conversation: list[dict[str, Any]] | None = None
     """The messages after the prompt of an episode; None: the answer is of one call."""
-    stop: str | None = None
-    """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
+    stop: Literal["final", "max_steps", "tokens", "context", "time", "discarded"] | None = None
+    """The reason for the end of the episode."""
     trace_id: str | None = None
     """The id of the episode for its tools and the grader."""
     output_reasoning: str | None = None
