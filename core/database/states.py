@@ -33,7 +33,7 @@ class States:
 
     @property
     def stopped(self) -> frozenset[str]:
-        """Nothing happens until somebody acts: ended or paused."""
+        """No further step without a request: ended or paused."""
         return self.final | (self.unfinished & {"paused"})
 
 
