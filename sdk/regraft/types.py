@@ -1557,7 +1557,7 @@ class Queue(BaseModel):
 
 
 class WorkerGpu(BaseModel):
-    """A GPU by nvidia-smi. None: the driver does not say."""
+    """A GPU by nvidia-smi. None: the driver does not say, as for a MIG slice."""
 
     index: str
     name: str
@@ -1579,7 +1579,7 @@ class Finding(BaseModel):
 
 
 class WorkerTask(BaseModel):
-    """A job or an eval run that a worker works on."""
+    """A job or an eval run that a worker works on: it holds the lease."""
 
     kind: Literal["run", "validation", "eval_run"]
     id: str
