@@ -14,10 +14,9 @@ from typing import Any, Literal
 from openai import OpenAI
 
 from core.database.engine import Database
-from core.database.states import EVAL_RUN
+from core.database.states import EVAL_RUN, PIPELINE
 from core.database.tables import BackgroundRun, EvalRun, GraderAudit, Pipeline, Preview
 from core.evals import batches
-from core.pipelines.lifecycle import FINAL as ENDED_PIPELINES
 from core.results import background
 from tests.e2e.conftest import jsonl
 from tests.evals.conftest import CONFIG, EXACT, completions
@@ -121,7 +120,7 @@ class Others:
     def _open(self) -> list[str]:
         runs = [*(run for _, run in self.runs), *self.regrades, *self.batches]
         return [
-            *(row.id for row in self._rows(Pipeline, self.pipelines) if row.status not in ENDED_PIPELINES),
+            *(row.id for row in self._rows(Pipeline, self.pipelines) if row.status not in PIPELINE.final),
             *(row.id for row in self._rows(EvalRun, runs) if row.status not in EVAL_RUN.final),
             *(row.id for row in self._rows(EvalRun, self.batches) if not self._is_written(row)),
             *(

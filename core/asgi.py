@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -32,6 +32,14 @@ def sent_event(data: bytes, *, kind: str = "", event_id: str = "") -> bytes:
 def json_event(body: dict[str, Any]) -> bytes:
     """A server-sent event of an inference server, whose texts are those of tokens."""
     return sent_event(json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+async def received_data(parts: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The data of the server-sent events that are complete with each part of a response."""
+    unread = b""
+    async for part in parts:
+        *events, unread = (unread + part).split(b"\n\n")
+        yield [event.removeprefix(b"data: ") for event in events if event.startswith(b"data: ")]
 
 
 class TooSlow(HTTPException):

@@ -21,6 +21,7 @@ from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.judge.judges import HttpJudges, JudgeModel
 from graders.judge.usage import TokenLedger
 from graders.prompts import refuse_media
+from graders.sandbox.entries import GRADE, SandboxEntry
 from graders.sandbox.pool import shared
 from graders.spec import GraderSpec, InvalidGrader
 from graders.types import Grader
@@ -177,20 +178,27 @@ class Backends:
                 refuse_media(part.input, f"{where}.input")
 
     async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:
-        """Raise InvalidGrader if the source of a python grader does not compile.
+        """Raise what `compile_source` does for the source of a python grader. Call `check` first."""
+        for where, part in python_parts(spec, param):
+            await self.compile_source(part.source, f"{where}.source", owner, part.image_tag or DEFAULT)
 
-        The sandbox compiles the source and caches the result for this owner's grades. Cancelling this call aborts the
-        compilation. Call `check` first.
+    async def compile_source(
+        self, source: str, param: str, owner: str, tag: str = DEFAULT, entry: SandboxEntry = GRADE
+    ) -> None:
+        """Raise InvalidGrader if the source does not compile.
+
+        The sandbox compiles the source and caches the result for this owner's calls. Cancelling this call aborts the
+        compilation.
 
         Raises:
+            EnvironmentNotBuilt: there is no environment of this tag.
             SandboxUnavailable, SandboxFailed: The sandbox could not check the source.
         """
-        for where, part in python_parts(spec, param):
-            environment = find(self.environments, part.image_tag or DEFAULT)
-            error = await asyncio.wrap_future(shared().compile_error(part.source, environment, owner))
-            if error:
-                mistake = complaints.invalid_value(f"{where}.source", error)
-                raise InvalidGrader(mistake.message, mistake.param, mistake.code)
+        environment = find(self.environments, tag)
+        error = await asyncio.wrap_future(shared().compile_error(source, environment, owner, entry))
+        if error:
+            mistake = complaints.invalid_value(param, error)
+            raise InvalidGrader(mistake.message, mistake.param, mistake.code)
 
     def patient(self, patience: CallRetryPolicy | None) -> Backends:
         """These backends with another patience for endpoints; None: as they are."""

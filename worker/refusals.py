@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from core.errors import ModelNotFound, ServiceError
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.params import GRADER_PARAM
 from core.outages import Resource, TemporarilyUnavailable, outage
 from core.storage.disk import NoRoom
@@ -72,7 +73,7 @@ class InvalidTargets(Refusal):
     """`lora_targets` names a layer that the model does not have, or that cannot have an adapter."""
 
     code = "invalid_value"
-    param = "method.reinforcement.hyperparameters.advanced.lora.targets"
+    param = param_of("reinforcement", "lora_targets")
 
 
 class SamplerMismatch(Refusal):

@@ -21,6 +21,7 @@ from api.resources.eval_requests import MAX_CRITERIA, Metadata, Name
 from api.resources.eval_shapes import EvalOut
 from core.database.engine import Work
 from core.database.ids import new_id
+from core.database.states import EVAL_RUN
 from core.database.tables import Eval, EvalPage, EvalRun, File, Project, now
 from core.errors import ContentDamaged, FileNotFound, InvalidRequest
 from core.evals import catalog, imported, lifecycle, summary
@@ -36,7 +37,6 @@ router = APIRouter(prefix="/regraft/evals/import", tags=["regraft"])
 
 MAX_RUNS = 1000
 MAX_ITEMS = 10 * MAX_ROWS  # of all runs of an import
-_STATUSES = frozenset({"completed", "failed", "canceled"})
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -133,7 +133,7 @@ class RunExport(_Exported):
     @field_validator("status")
     @classmethod
     def _is_final(cls, status: str) -> str:
-        if status not in _STATUSES:
+        if status not in EVAL_RUN.final:
             raise ValueError("only finished runs can be imported")
         return status
 

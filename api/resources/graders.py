@@ -1,5 +1,7 @@
 """/v1/fine_tuning/alpha/graders: validate and run graders."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -123,11 +125,20 @@ async def refuse(
         await to_thread.run_sync(check)
     if not any(python_parts(spec)):
         return
+    async with compiling(service, project):
+        await service.backends.compile(spec, project.id, param)
+
+
+@asynccontextmanager
+async def compiling(service: Service, project: Project) -> AsyncIterator[None]:
+    """Sources that are compiled inside of it count as a grader run of the project; refusals are those of the API."""
     try:
         async with service.admission.grader_runs.admitted(project.id):
-            await service.backends.compile(spec, project.id, param)
+            yield
     except InvalidGrader as cause:
         raise InvalidRequest(cause.message, param=cause.param, code=cause.code) from cause
+    except EnvironmentNotBuilt as missing:
+        raise GraderEnvironmentMissing(str(missing)) from missing
     except (SandboxUnavailable, SandboxFailed) as cause:
         raise Unavailable(f"The sandbox of python graders: {cause}") from cause
 

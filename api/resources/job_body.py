@@ -27,9 +27,9 @@ from core.jobs.budgets import Price
 from core.jobs.distillation import Distillation
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters
-from core.jobs.job_files import SAME_FILE
 from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM, STEPS_PARAM
 from core.jobs.tools import DEFAULT_STEPS
+from core.jobs.verdict import NOT_HELD_OUT
 from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
@@ -417,7 +417,7 @@ class JobCreate(Body):
         """One sentence for each accepted value that has no effect, or another one than it seems."""
         asked = self.method.reinforcement
         values = [] if asked is None else [*asked.hyperparameters.warnings, *_unnamed_parts(asked.grader)]
-        return values + ([SAME_FILE] if self.validation_file == self.training_file else [])
+        return values + ([NOT_HELD_OUT] if self.validation_file == self.training_file else [])
 
 
 def _unnamed_parts(grader: Any) -> list[str]:

@@ -226,7 +226,7 @@ def refuse_unusable_full(method: Method, base_model: str, service: Service) -> N
     asked = method.reinforcement
     if not method.is_full:
         return
-    param = f"method.{method.type}.hyperparameters.advanced.train"
+    param = param_of(method.type, "train")
     if problem := full.several_machines(service.settings):
         raise InvalidRequest(problem, param=param)
     if asked is None:
@@ -307,14 +307,14 @@ def _start(body: JobCreate, service: Service, project: Project) -> tuple[str, Pa
     )
     advanced = asked.hyperparameters.advanced
     if advanced.train != parent.train:
-        raise _trained_otherwise(body.model, parent, f"method.{method.type}.hyperparameters.advanced.train")
+        raise _trained_otherwise(body.model, parent, param_of(method.type, "train"))
     if parent.is_whole:
         return base_model, parent
     lora = advanced.lora
     _refuse_grown_experts(method, lora, parent)
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
-        param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
+        param = param_of(method.type, f"lora.{other}")
         if parent.grown_rank is not None and other == "alpha":
             raise InvalidRequest(
                 f"lora rank {lora.rank} on top of the adapter of '{body.model}' needs alpha "
@@ -351,7 +351,7 @@ def _refuse_grown_experts(method: Method, lora: Lora, parent: Parent) -> None:
         raise InvalidRequest(
             f"'{parent.model}' has an adapter on experts, which is not trained further with a larger rank: leave "
             "lora.rank out.",
-            param=f"method.{method.type}.hyperparameters.advanced.lora.rank",
+            param=param_of(method.type, "lora_rank"),
         )
 
 
@@ -461,27 +461,23 @@ def refuse_unusable_server(method: Distillation) -> None:
     Raises:
         InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
-    path = "method.distillation.hyperparameters.advanced"
     if isinstance(method, distillation.OnPolicyDistillation):
-        temperature, param = (
-            method.hyperparameters.advanced.sampling.temperature,
-            f"{path}.sampling.temperature",
-        )
+        temperature, place = method.hyperparameters.advanced.sampling.temperature, "temperature"
     else:
         loss = method.hyperparameters.advanced.loss
-        temperature, param = loss.temperature, f"{path}.loss.temperature"
+        temperature, place = loss.temperature, "loss.temperature"
         if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
             raise InvalidRequest(
                 f"The teacher '{method.teacher.model}' is on a server, which gives the probabilities of its likeliest "
                 f"tokens and not those of the whole vocabulary: set top_k, to at most "
                 f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
-                param=f"{path}.loss.top_k",
+                param=param_of(distillation.METHOD, "loss.top_k"),
             )
     if temperature != 1:
         raise InvalidRequest(
             f"The teacher '{method.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
-            param=param,
+            param=param_of(distillation.METHOD, place),
         )
 
 

@@ -1,6 +1,7 @@
 """/v1/regraft/workers and /queues: what runs where and what waits, for keys with the scope `operator`."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -10,31 +11,9 @@ from api.http.openapi import refusals
 from api.http.shapes import Listing
 from core.service import queues, workers
 from core.service.queues import Queue
-from core.service.workers import Seen
+from core.service.workers import GpuUse, Seen, WorkerTask
 
 router = APIRouter(prefix="/regraft", tags=["Operator"], responses=refusals(403))
-
-
-class GpuOut(BaseModel):
-    """A GPU by nvidia-smi. null: the driver does not say."""
-
-    index: str
-    name: str
-    memory_used_bytes: int | None
-    memory_total_bytes: int | None
-    utilization: Annotated[float | None, Field(description="Of the last sample period, from 0 to 1.")]
-
-
-class TaskOut(BaseModel):
-    """A job or an eval run that a worker works on."""
-
-    kind: Literal["run", "validation", "eval_run"]
-    id: str
-    project_id: str
-    model: str | None
-    progress: Annotated[
-        dict[str, Any] | None, Field(description="Of a run, as the job has it; null: not known.")
-    ]
 
 
 class FindingOut(BaseModel):
@@ -64,7 +43,7 @@ class WorkerOut(BaseModel):
     started_at: int
     last_seen_at: int
     silent_seconds: Annotated[float, Field(description="Since the last report, by the database's clock.")]
-    gpus: list[GpuOut]
+    gpus: list[GpuUse]
     memory_used_bytes: Annotated[int | None, Field(description="Of the host, or of the container.")]
     memory_total_bytes: int | None
     findings: Annotated[
@@ -73,7 +52,7 @@ class WorkerOut(BaseModel):
             description="Of `regraft-server doctor`. Empty: it has not run on this machine with this data folder."
         ),
     ]
-    tasks: list[TaskOut]
+    tasks: Sequence[WorkerTask]
 
     @classmethod
     def of(cls, seen: Seen) -> "WorkerOut":
@@ -87,16 +66,7 @@ class WorkerOut(BaseModel):
             last_seen_at=int(worker.seen_at),
             silent_seconds=round(seen.silent_seconds, 1),
             findings=[FindingOut(**one | {"checked_at": int(one["checked_at"])}) for one in worker.findings],
-            tasks=[
-                TaskOut(
-                    kind=task.kind,
-                    id=task.id,
-                    project_id=task.project_id,
-                    model=task.model,
-                    progress=None if task.progress is None else dict(task.progress),
-                )
-                for task in seen.tasks
-            ],
+            tasks=seen.tasks,
         )
 
 

@@ -32,6 +32,7 @@ from api.resources.graders import TIMEOUT_S
 from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
 from api.resources.job_checks import usable_body
 from api.resources.preview_answers import Completion, complete, play_episode
+from api.resources.rollouts import EpisodeMessages, EpisodeStop, EpisodeTrace
 from core.asgi import until_gone
 from core.chat import Chat, Served
 from core.database.pages import fitting
@@ -183,17 +184,9 @@ class PreviewAnswerOut(BaseModel):
     output_text: str
     output_reasoning: str | None
     output_tools: Annotated[list[dict[str, Any]], Field(description="The calls of functions in the answer.")]
-    conversation: Annotated[
-        list[dict[str, Any]] | None,
-        Field(description="The messages after the prompt of an episode; null: the job executes no tools."),
-    ]
-    stop: Annotated[
-        str | None,
-        Field(
-            description="The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."
-        ),
-    ]
-    trace_id: Annotated[str | None, Field(description="The id of the episode for its tools and the grader.")]
+    conversation: EpisodeMessages
+    stop: EpisodeStop
+    trace_id: EpisodeTrace
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int

@@ -40,7 +40,7 @@ from api.resources.chat import (
     create_chat_completion,
     described,
 )
-from core.asgi import sent_event
+from core.asgi import received_data, sent_event
 from core.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -619,12 +619,9 @@ async def chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     Raises:
         ServiceError: the inference server failed or closed the connection early.
     """
-    unread = b""
     try:
-        async for received in answer.aiter_raw():
-            *whole, unread = (unread + received).split(b"\n\n")
-            for event in whole:
-                data = event.removeprefix(b"data: ")
+        async for events in received_data(answer.aiter_raw()):
+            for data in events:
                 if data == b"[DONE]":
                     return
                 chunk = json.loads(data)

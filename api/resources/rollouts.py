@@ -29,6 +29,7 @@ from core.results.what_if import AdvantageScale
 from core.step_metrics import SECTIONS, StepMetrics
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
 from graders.formula import MAX_LENGTH, Formula, FormulaDomainError, FormulaError
+from graders.tools.episode import StopReason
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
@@ -140,6 +141,15 @@ class StepListing(Listing[Measured]):
     pass
 
 
+# Of an answer.
+EpisodeMessages = Annotated[
+    list[dict[str, Any]] | None,
+    Field(description="The messages after the prompt of an episode; null: the answer is of one call."),
+]
+EpisodeStop = Annotated[StopReason | None, Field(description="The reason for the end of the episode.")]
+EpisodeTrace = Annotated[str | None, Field(description="The id of the episode for its tools and the grader.")]
+
+
 class RolloutStepOut(BaseModel):
     """A step of an answer that was judged by steps."""
 
@@ -168,17 +178,9 @@ class RolloutOut(BaseModel):
         str | None,
         Field(description="The reason why the calls in the answer could not be read; they are in its text."),
     ]
-    conversation: Annotated[
-        list[dict[str, Any]] | None,
-        Field(description="The messages after the prompt of an episode; null: the answer is of one call."),
-    ]
-    stop: Annotated[
-        str | None,
-        Field(
-            description="The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."
-        ),
-    ]
-    trace_id: Annotated[str | None, Field(description="The id of the episode for its tools and the grader.")]
+    conversation: EpisodeMessages
+    stop: EpisodeStop
+    trace_id: EpisodeTrace
     output_reasoning: Annotated[str | None, Field(description="The thought of a reasoning model.")]
     finish_reason: str
     prompt_tokens: Annotated[

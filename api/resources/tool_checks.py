@@ -10,9 +10,10 @@ from api.http.deps import Service
 from api.http.large_bodies import body_is_read
 from api.http.masks import refuse_masks
 from api.http.schema_checks import in_turn
+from api.resources.graders import compiling
 from api.resources.job_tools import HttpToolSpec, McpToolSpec, PythonToolSpec, ToolSpec, repeated
 from core.database.tables import Project
-from core.errors import GraderEnvironmentMissing, InvalidRequest, ServiceError, Unavailable
+from core.errors import InvalidRequest, ServiceError, Unavailable
 from core.jobs import tools as job_tools
 from core.jobs.params import TOOLS_PARAM
 from core.storage.datasets import is_nested_too_deeply
@@ -20,10 +21,9 @@ from core.storage.message_rows import Problem, tool_problems
 from graders.calls import CallRetryPolicy
 from graders.checks import item_schema_problem
 from graders.endpoint import Endpoints, url_problem
-from graders.environments.catalog import EnvironmentNotBuilt, find
 from graders.hazards.pool import HazardFailed
 from graders.sandbox.entries import CALL
-from graders.sandbox.pool import SandboxFailed, SandboxUnavailable, refusal, shared
+from graders.sandbox.pool import refusal
 from graders.template import quoted
 from graders.tools.mcp import functions_of
 from graders.tools.mcp_wire import McpGone, McpRefused, McpUnusable, McpWire
@@ -211,15 +211,5 @@ async def _refuse_source(tool: PythonToolSpec, param: str, service: Service, pro
     if unsafe := await asyncio.to_thread(refusal):
         message = f"This server cannot run python tools safely: {unsafe}"
         raise InvalidRequest(message, param=f"{param}.type")
-    try:
-        environment = find(service.backends.environments)
-        async with service.admission.grader_runs.admitted(project.id):
-            coming = shared().compile_error(tool.source, environment, project.id, CALL)
-            error = await asyncio.wrap_future(coming)
-    except EnvironmentNotBuilt as missing:
-        raise GraderEnvironmentMissing(str(missing)) from missing
-    except (SandboxUnavailable, SandboxFailed) as cause:
-        raise Unavailable(f"The source of the tool '{tool.name}' could not be checked: {cause}") from cause
-    if error:
-        message = f"Invalid value for '{param}.source': {error}."
-        raise InvalidRequest(message, param=f"{param}.source", code="invalid_value")
+    async with compiling(service, project):
+        await service.backends.compile_source(tool.source, f"{param}.source", project.id, entry=CALL)

@@ -1,4 +1,6 @@
-"""States of jobs and eval runs. Queries of many rooms choose rows by them; lifecycles move rows between them."""
+"""States of jobs, eval runs and pipelines. Queries of many rooms choose rows by them; lifecycles move rows between
+them, and the client library waits for them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +31,11 @@ class States:
     final: frozenset[str]
     unfinished: frozenset[str]  # all others
 
+    @property
+    def stopped(self) -> frozenset[str]:
+        """No further step without a request: ended or paused."""
+        return self.final | (self.unfinished & {"paused"})
+
 
 JOB = States(
     waiting=("queued", "validating_files"),
@@ -43,4 +50,11 @@ EVAL_RUN = States(
     leased=frozenset({"in_progress"}),
     final=frozenset({"completed", "failed", "canceled"}),
     unfinished=frozenset({"queued", "in_progress"}),
+)
+PIPELINE = States(
+    waiting=(),
+    running=("running",),
+    leased=frozenset({"running", "paused"}),
+    final=frozenset({"succeeded", "failed", "cancelled"}),
+    unfinished=frozenset({"running", "paused"}),
 )

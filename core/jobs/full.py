@@ -12,10 +12,6 @@ def is_full(job: Job) -> bool:
     return bool(advanced.get("train") == "full")
 
 
-def param_of(job: Job) -> str:
-    return f"method.{job.method}.hyperparameters.advanced.train"
-
-
 def too_large(parameters: int) -> str:
     """Return why a model with this number of parameters is refused; "" if it is not."""
     if parameters <= MAX_PARAMETERS:

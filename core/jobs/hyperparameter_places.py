@@ -109,8 +109,8 @@ VARIANTS = {
 
 
 def param_of(method: str, name: str) -> str:
-    """The path in a job's request of this value of `Resolved`."""
-    return f"method.{method}.hyperparameters.advanced.{PLACES[name]}"
+    """The path in a job's request of this value of `Resolved`, or of what has this path in `advanced`."""
+    return f"method.{method}.hyperparameters.advanced.{PLACES.get(name, name)}"
 
 
 def with_values(advanced: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:

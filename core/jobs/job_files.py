@@ -27,8 +27,6 @@ from core.storage.offline_rows import (
 from core.storage.store import BlobNotFound, BlobStore
 
 LABELS = "labels"
-# For a job whose two files are one, which OpenAI accepts as well.
-SAME_FILE = "The validation file is the training file, so validation proves nothing about new prompts."
 
 
 class BadFile(Exception):

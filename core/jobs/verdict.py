@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-NOT_HELD_OUT = "The validation file is the training file, so this proves nothing about new prompts."
+# Of a job whose two files are one, which OpenAI accepts as well.
+NOT_HELD_OUT = "The validation file is the training file, so validation proves nothing about new prompts."
 Outcome = Literal["improved", "no_difference", "worse", "too_few"]
 
 

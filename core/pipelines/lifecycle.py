@@ -19,7 +19,7 @@ from core.claims import Claim, Leases, due, let_go, lock, put_back, take
 from core.database import pages
 from core.database.engine import WakeMessage, Work
 from core.database.pages import Page
-from core.database.states import EVAL_RUN, JOB
+from core.database.states import EVAL_RUN, JOB, PIPELINE
 from core.database.tables import EvalRun, Job, Pipeline, now
 from core.errors import InvalidJobState, PipelineNotFound, QuotaExceeded
 from core.evals import lifecycle as eval_runs
@@ -35,9 +35,7 @@ earlier, the jobs of failed attempts, and of a sweep: jobs (each with settings, 
 difference and low), budget_gpu_seconds, validated (the step of the last validation of each job that was looked at) and
 conclusion; its job_id is that of the best job."""
 
-FINAL = frozenset({"succeeded", "failed", "cancelled"})
-FOLLOWED = frozenset({"running", "paused"})
-LEASES = Leases(Pipeline, FOLLOWED)
+LEASES = Leases(Pipeline, PIPELINE.leased)
 heartbeat, locked, fenced = LEASES.heartbeat, LEASES.locked, LEASES.fenced
 extend_leases, bound_times = LEASES.extend_leases, LEASES.bound_times
 LEASE_SECONDS = 60.0
@@ -120,7 +118,7 @@ def cancel(work: Work, pipeline: Pipeline) -> None:
     """Cancel the jobs and eval runs of running stages; no further stage starts. Idempotent."""
     if pipeline.status == "cancelled":
         return
-    if pipeline.status in FINAL:
+    if pipeline.status in PIPELINE.final:
         raise InvalidJobState(f"The pipeline {pipeline.id} is already {pipeline.status}.")
     for stage in pipeline.stages:
         cancel_jobs(work, stage)
@@ -167,7 +165,7 @@ def retry(work: Work, pipeline: Pipeline) -> None:
 
 
 def _refuse_many(session: Session, project_id: str) -> None:
-    unfinished = (Pipeline.project_id == project_id) & Pipeline.status.in_(FOLLOWED)
+    unfinished = (Pipeline.project_id == project_id) & Pipeline.status.in_(PIPELINE.unfinished)
     count = session.scalar(select(func.count()).where(unfinished)) or 0
     if count >= MAX_UNFINISHED:
         hint = "wait until one has ended, or cancel one"
@@ -270,7 +268,7 @@ def claim(session: Session, owner: str, passed_over: Collection[str] = ()) -> Cl
 def free(pipeline: type[Pipeline], passed_over: Collection[str]) -> ColumnElement[bool]:
     """The unfinished pipelines that no process holds, except for those of some projects."""
     others = pipeline.project_id.not_in(sorted(passed_over))
-    return pipeline.status.in_(FOLLOWED) & due(pipeline) & others
+    return pipeline.status.in_(PIPELINE.leased) & due(pipeline) & others
 
 
 def release(session: Session, pipeline: Pipeline, after: float) -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
@@ -21,13 +22,13 @@ FORGOTTEN_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class GpuUse:
-    """A GPU by nvidia-smi; None: the driver does not say, as for a MIG slice."""
+    """A GPU by nvidia-smi. null: the driver does not say, as for a MIG slice."""
 
     index: str
     name: str
     memory_used_bytes: int | None
     memory_total_bytes: int | None
-    utilization: float | None
+    utilization: Annotated[float | None, Field(description="Of the last sample period, from 0 to 1.")]
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,15 @@ class Report:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """A job or an eval run that a worker holds the lease of."""
+    """A job or an eval run that a worker works on: it holds the lease."""
 
-    kind: str  # run, validation or eval_run
+    kind: Literal["run", "validation", "eval_run"]
     id: str
     project_id: str
     model: str | None
-    progress: Mapping[str, Any] | None
+    progress: Annotated[
+        Mapping[str, Any] | None, Field(description="Of a run, as the job has it; null: not known.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def _tasks(session: Session) -> dict[str, list[WorkerTask]]:
     found: dict[str, list[WorkerTask]] = {}
     jobs = select(Job).where(Job.lease_owner.is_not(None), Job.status.in_(JOB.leased))
     for job in session.scalars(jobs.order_by(Job.seq)):
-        kind = "validation" if job.status == "validating_files" else "run"
+        kind: Literal["validation", "run"] = "validation" if job.status == "validating_files" else "run"
         task = WorkerTask(kind, job.id, job.project_id, job.model, lifecycle.progress_of(job))
         found.setdefault(str(job.lease_owner), []).append(task)
     runs = select(EvalRun).where(EvalRun.lease_owner.is_not(None), EvalRun.status == eval_runs.RUNNING)

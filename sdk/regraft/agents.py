@@ -25,7 +25,7 @@ from typing import Any
 import openai
 from openai import AsyncOpenAI, BaseModel, OpenAI
 
-from regraft.progress import FINAL
+from regraft._rules.states import JOB
 from regraft.resources.waiting import is_temporary
 from regraft.routes import route
 from regraft.sync.client import Regraft
@@ -141,7 +141,7 @@ class _Player:
                 playing -= ended
                 results += [one.result() for one in ended]
                 leases = self._lease(self._concurrency - len(playing))
-                if leases is not None and leases.job_status in {*FINAL, "paused"}:
+                if leases is not None and leases.job_status in JOB.stopped:
                     break
                 if leases is None or not leases.data:
                     self._pause(PAUSE_S)

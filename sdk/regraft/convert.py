@@ -67,7 +67,7 @@ from regraft._rules.foreign_files import (
 )
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import atomic_file
-from regraft.tables import UNREADABLE, Table, arrow_rows, python_scalar, rereadable, table_rows
+from regraft.tables import Table, arrow_rows, python_scalar, reading, rereadable, table_rows
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -86,7 +86,6 @@ _BETWEEN = re.compile(r"[\s,\[\]]*")
 _BAD_ANSWER, _NO_ANSWER = "whose label is false", "without an answer"
 # Suffixes of compressed files, by their format.
 COMPRESSED: Mapping[str, ForeignFormat] = {".gz": GZIP, ".xz": XZ, ".bz2": BZIP2, ".zst": ZSTD}
-_NEEDS_PYARROW = "{} files need pyarrow: run `pip install pyarrow`, or save the data as JSONL or CSV"
 
 
 class CannotConvert(ValueError):
@@ -265,7 +264,7 @@ def _decompressor(container: ForeignFormat | None, file: IO[bytes]) -> AbstractC
         return lzma.LZMAFile(file)
     if container is BZIP2:
         return bz2.BZ2File(file)
-    with _pyarrow("zstd"):
+    with reading("zstd file", is_file=True):
         import pyarrow
 
         stream: AbstractContextManager[Any] = pyarrow.CompressedInputStream(file, "zstd")
@@ -397,30 +396,15 @@ def _is_python(name: str, value: Any) -> bool:
     return name.lower() in JSON_COLUMNS and isinstance(value, str) and value.lstrip().startswith("[{'")
 
 
-@contextmanager
-def _pyarrow(what: str) -> Iterator[None]:
-    """Name the package where it is missing, and damage of the data that it reads."""
-    try:
-        from pyarrow import ArrowException
-    except ImportError:
-        raise InvalidDataset([LineError(0, _NEEDS_PYARROW.format(what))]) from None
-    try:
-        yield
-    except (ArrowException, OSError) as error:
-        raise InvalidDataset([LineError(0, f"the {what} file is damaged: {error}")]) from None
-    except UNREADABLE as error:
-        raise InvalidDataset([LineError(0, f"Arrow cannot read the {what} file: {error}")]) from None
-
-
 def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
-    with _pyarrow("Parquet"):
+    with reading("Parquet file", is_file=True):
         from pyarrow import parquet
 
         yield from arrow_rows(parquet.ParquetFile(file).iter_batches(batch_size=256))
 
 
 def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
-    with _pyarrow("Arrow"):
+    with reading("Arrow file", is_file=True):
         from pyarrow import ipc
 
         if is_stream:

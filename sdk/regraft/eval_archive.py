@@ -21,6 +21,7 @@ from typing import Any
 
 import openai
 
+from regraft._rules.states import EVAL_RUN
 from regraft.saving import atomic_file
 
 EVAL_FIELDS = ("id", "name", "created_at", "metadata", "data_source_config", "testing_criteria")
@@ -29,7 +30,6 @@ RUN_FIELDS = (
     "per_model_usage", "per_testing_criteria_results",
 )  # fmt: skip
 ITEM_FIELDS = ("id", "created_at", "status", "datasource_item_id", "datasource_item", "results", "sample")
-FINISHED = frozenset({"completed", "failed", "canceled"})
 FILES, ORDER, UNREADABLE = "files", "order.json", "unreadable.json"
 IMPORT = "/regraft/evals/import"
 INLINE_BYTES = (
@@ -124,7 +124,7 @@ def _export_runs(
             try:
                 run = _plain(listed)
                 name = _plain_name(run.get("id"))
-                if run.get("status") not in FINISHED:
+                if run.get("status") not in EVAL_RUN.final:
                     report.left_out.append(f"{name} is {run.get('status')}")
                     continue
                 _export_run(client, folder, place / "runs" / name, eval_id, name, report)

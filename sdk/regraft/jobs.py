@@ -9,8 +9,9 @@ from urllib.parse import quote
 from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 
+from regraft._rules.states import JOB
 from regraft.display import Display
-from regraft.progress import FINAL, axis_of
+from regraft.progress import axis_of
 from regraft.routes import route
 from regraft.types import JobResult, StepMetrics, Verdict
 
@@ -39,7 +40,7 @@ def events(client: OpenAI, job_id: str, *, poll_seconds: float = 1.0) -> Iterato
             fresh.append(event)
         seen.update(event.id for event in fresh)
         yield from reversed(fresh)
-        if status in FINAL or status == "paused":
+        if status in JOB.stopped:
             return
         time.sleep(poll_seconds)
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})  # of a job's status
+from regraft._rules.states import JOB
+
+FINAL = JOB.final
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=*%#"
 AXIS = (0.0, 1.0)  # of rewards
 

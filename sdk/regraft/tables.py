@@ -115,17 +115,22 @@ def arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Name pyarrow where it is missing, and values that it cannot read or that Python has no value for.
+def reading(what: str, *, is_file: bool = False) -> Iterator[None]:
+    """Name pyarrow where it is missing, damage of a file, and values that Arrow cannot read or Python has none for.
 
     Such as a column with numbers and texts, or a time in an unknown time zone.
     """
     try:
         from pyarrow import ArrowException
     except ImportError:
-        raise _refused(f"a {what} needs pyarrow: run `pip install pyarrow`") from None
+        raise _refused(
+            f"the {what} needs pyarrow: run `pip install pyarrow`, or save the data as JSONL or CSV"
+        ) from None
+    damage: tuple[type[Exception], ...] = (ArrowException, OSError) if is_file else ()
     try:
         yield
+    except damage as error:
+        raise _refused(f"the {what} is damaged: {error}") from None
     except (ArrowException, *UNREADABLE) as error:
         said = "; ".join(map(str, error.args))
         raise _refused(f"Arrow cannot read the {what}: {said}") from None

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, cast
 
+from regraft._rules.verdict import NOT_HELD_OUT, counted
+
 if TYPE_CHECKING:
     from regraft.types import JobResult, ScoreRange, Verdict
-
-NOT_HELD_OUT = "; the validation file is the training file, so this proves nothing about new prompts"
 
 
 class VerdictText:
@@ -30,9 +30,9 @@ class VerdictText:
         return (
             f"{finding}: {verdict.base_reward:.2f} -> {verdict.tuned_reward:.2f} "
             f"(difference {verdict.difference:+.2f}{interval}; "
-            f"{_counted(verdict.wins, 'win', 'wins')}, {_counted(verdict.losses, 'loss', 'losses')}, "
-            f"{_counted(verdict.ties, 'tie', 'ties')} in {_counted(verdict.rows, 'row', 'rows')}{left_out})"
-            f"{'' if verdict.held_out else NOT_HELD_OUT}{_by_shadow(verdict)}"
+            f"{counted(verdict.wins, 'win')}, {counted(verdict.losses, 'loss', 'losses')}, "
+            f"{counted(verdict.ties, 'tie')} in {counted(verdict.rows, 'row')}{left_out})"
+            f"{_by_shadow(verdict)}{'' if verdict.held_out else f'. {NOT_HELD_OUT}'}"
         )
 
 
@@ -44,10 +44,6 @@ def _by_shadow(verdict: "Verdict") -> str:
         return ""
     interval = "" if low is None or high is None else f", 95 % interval {low:.2f} to {high:.2f}"
     return f"; by the shadow grader {difference:+.2f}{interval}"
-
-
-def _counted(number: int, singular: str, plural: str) -> str:
-    return f"{number} {singular if number == 1 else plural}"
 
 
 class JobResultText:

@@ -625,9 +625,9 @@ class PreviewAnswer(BaseModel):
     output_tools: list[dict[str, Any]]
     """The calls of functions in the answer."""
     conversation: list[dict[str, Any]] | None = None
-    """The messages after the prompt of an episode; None: the job executes no tools."""
-    stop: str | None = None
-    """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
+    """The messages after the prompt of an episode; None: the answer is of one call."""
+    stop: Literal["final", "max_steps", "tokens", "context", "time", "discarded"] | None = None
+    """The reason for the end of the episode."""
     trace_id: str | None = None
     """The id of the episode for its tools and the grader."""
     finish_reason: Literal["stop", "length"]
@@ -1065,8 +1065,8 @@ class Rollout(BaseModel):
     """The reason why the calls in the answer could not be read; they are in its text."""
     conversation: list[dict[str, Any]] | None = None
     """The messages after the prompt of an episode; None: the answer is of one call."""
-    stop: str | None = None
-    """The reason for the end of the episode: final, max_steps, tokens, context, time or discarded."""
+    stop: Literal["final", "max_steps", "tokens", "context", "time", "discarded"] | None = None
+    """The reason for the end of the episode."""
     trace_id: str | None = None
     """The id of the episode for its tools and the grader."""
     output_reasoning: str | None = None
@@ -1620,7 +1620,7 @@ class Queue(BaseModel):
 
 
 class WorkerGpu(BaseModel):
-    """A GPU by nvidia-smi. None: the driver does not say."""
+    """A GPU by nvidia-smi. None: the driver does not say, as for a MIG slice."""
 
     index: str
     name: str
@@ -1642,7 +1642,7 @@ class Finding(BaseModel):
 
 
 class WorkerTask(BaseModel):
-    """A job or an eval run that a worker works on."""
+    """A job or an eval run that a worker works on: it holds the lease."""
 
     kind: Literal["run", "validation", "eval_run"]
     id: str

@@ -1425,7 +1425,7 @@ def test_without_pyarrow_the_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
-    with pytest.raises(InvalidDataset, match="Parquet files need pyarrow: run `pip install pyarrow`"):
+    with pytest.raises(InvalidDataset, match="Parquet file needs pyarrow: run `pip install pyarrow`"):
         convert_text(tmp_path, as_parquet(*ROWS), "rft")
 
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, HunYuanMoEV1Con
 
 from core.database.tables import Job
 from core.jobs.hyperparameter_groups import LoraTargets
-from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.units import GIB
@@ -237,7 +236,7 @@ class TestRefused:
         job = Job(method="reinforcement", body={"hyperparameters": asked.model_dump()})
 
         with pytest.raises(UserMistake, match="'qproj' names no layer") as refused:
-            refuse_absent_targets(base, targets, param_of(job.method, "lora_targets"))
+            refuse_absent_targets(base, targets, job.method)
 
         assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{path}"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from regraft.types import Verdict as ShownVerdict
 
-from core.jobs.verdict import Verdict
+from core.jobs.verdict import NOT_HELD_OUT, Verdict
 from graders.types import ErrorKind, Grade
 from tests.present import present, untyped
 from worker.recording.verdict import (
@@ -156,10 +156,10 @@ def test_a_verdict_on_the_training_file_says_that_it_proves_nothing() -> None:
     verdict = compared([0.0] * 8, [1.0] * 8).verdict(2, held_out=False)
 
     assert verdict.sentence().endswith(
-        ": improved. The validation file is the training file, so this proves nothing about new prompts."
+        ": improved. The validation file is the training file, so validation proves nothing about new prompts."
     )
     assert Verdict.read(verdict.to_row()) == verdict
-    assert str(ShownVerdict(**verdict.to_row())).endswith("proves nothing about new prompts")
+    assert str(ShownVerdict(**verdict.to_row())).endswith("ties in 8 rows). " + NOT_HELD_OUT)
 
 
 class TestADamagedModel:

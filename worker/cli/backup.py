@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy.exc import DBAPIError
-
-from core.database.migrate import InvalidDatabaseUrl
 from core.masking import hide_secrets
 from core.outages import Resource, outage
 from core.settings import Settings
 from core.storage import backup
 from core.storage.store import setting_of
 from worker.cli.parser import UsageError
-from worker.cli.service import check_blobs, configured, database_fails, open_blobs_of
+from worker.cli.service import configured, open_blobs_of, print_findings, refusing_database
 
 
 def back_up(arguments: argparse.Namespace) -> int:
@@ -44,23 +41,20 @@ def restore(arguments: argparse.Namespace) -> int:
         different = backup.differences(manifest, settings.database, blobs)
     for line in different:
         print(line, flush=True)
-    return max(check_blobs(argparse.Namespace(json=False)), int(bool(different)))
+    return max(print_findings(settings), int(bool(different)))
 
 
 @contextmanager
 def _refusals(settings: Settings) -> Iterator[None]:
-    try:
-        yield
-    except InvalidDatabaseUrl as invalid:
-        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except DBAPIError as cause:
-        raise database_fails(settings, cause) from cause
-    except (backup.BackupFailed, OSError) as refused:
-        raise UsageError(str(refused)) from refused
-    except Exception as cause:  # of S3's library
-        setting = setting_of(cause, settings)
-        if setting is None and outage(cause) is not Resource.BLOB_STORE:
-            raise
-        raise UsageError(
-            f"{setting or 'REGRAFT_BLOB_URL'}: {hide_secrets(settings.blobs)}: {cause}"
-        ) from cause
+    with refusing_database(settings):
+        try:
+            yield
+        except (backup.BackupFailed, OSError) as refused:
+            raise UsageError(str(refused)) from refused
+        except Exception as cause:  # of S3's library
+            setting = setting_of(cause, settings)
+            if setting is None and outage(cause) is not Resource.BLOB_STORE:
+                raise
+            raise UsageError(
+                f"{setting or 'REGRAFT_BLOB_URL'}: {hide_secrets(settings.blobs)}: {cause}"
+            ) from cause

@@ -248,14 +248,13 @@ def schema_problem(settings: Settings) -> str | None:
     Raises:
         UsageError: REGRAFT_DATABASE_URL is not the URL of a supported database.
     """
-    try:
-        open_unchanged(settings.database).close()
-    except InvalidDatabaseUrl as invalid:
-        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except SchemaNotReady as refused:
-        return str(refused)
-    except DBAPIError as cause:
-        return str(database_fails(settings, cause))
+    with refusing_database(settings):
+        try:
+            open_unchanged(settings.database).close()
+        except SchemaNotReady as refused:
+            return str(refused)
+        except DBAPIError as cause:
+            return str(database_fails(settings, cause))
     return None
 
 
@@ -297,21 +296,18 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def check_blobs(arguments: argparse.Namespace) -> int:
     """Print every missing, damaged and orphaned blob. The exit status is 1 if there is one."""
-    settings = configured()
-    try:
+    return print_findings(configured(), as_json=arguments.json)
+
+
+def print_findings(settings: Settings, *, as_json: bool = False) -> int:
+    with refusing_database(settings):
         database, blobs = open_unchanged(settings.database), open_blobs_of(settings)
-    except InvalidDatabaseUrl as invalid:
-        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except DBAPIError as cause:
-        raise database_fails(settings, cause) from cause
-    except SchemaNotReady as refused:
-        raise UsageError(str(refused)) from refused
     count = 0
     try:
         older_than = _hours_ago(database, settings.orphan_hours)
         for finding in fsck.check(database, blobs, orphans_older_than=older_than):
             count += 1
-            if arguments.json:
+            if as_json:
                 print(json.dumps(asdict(finding)), flush=True)
             else:
                 print(f"{finding.problem:8}  {finding.owner or '-'}  {finding.key}", flush=True)
@@ -766,10 +762,8 @@ def service_metrics(settings: Settings) -> AbstractContextManager[Callable[[Metr
     Raises:
         UsageError: as `serve_metrics`, or the database URL is invalid.
     """
-    try:
+    with refusing_database(settings):
         backend_of(settings.database)
-    except InvalidDatabaseUrl as invalid:
-        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     return serve_metrics(settings, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers())
 
 
@@ -800,12 +794,11 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             next start retries.
     """
     _make_data_folder(settings)
-    try:
-        upgrade(settings.database)
-    except InvalidDatabaseUrl as invalid:
-        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except (DBAPIError, OSError) as cause:  # OSError: the folder of SQLite cannot be written or locked
-        raise database_fails(settings, cause) from cause
+    with refusing_database(settings):
+        try:
+            upgrade(settings.database)
+        except OSError as cause:  # the folder of SQLite cannot be written or locked
+            raise database_fails(settings, cause) from cause
     if not first_key:
         return
     path = settings.data_dir / "api_key"
@@ -838,6 +831,19 @@ def _make_data_folder(settings: Settings) -> None:
         private.make_folder(settings.data_dir)
     except OSError as cause:
         raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
+
+
+@contextmanager
+def refusing_database(settings: Settings) -> Iterator[None]:
+    """Raise a UsageError for a database that is none, does not respond or has another version's schema."""
+    try:
+        yield
+    except InvalidDatabaseUrl as invalid:
+        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    except DBAPIError as cause:
+        raise database_fails(settings, cause) from cause
+    except SchemaNotReady as refused:
+        raise UsageError(str(refused)) from refused
 
 
 def database_fails(settings: Settings, cause: DBAPIError | OSError) -> UsageError:

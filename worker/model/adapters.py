@@ -83,7 +83,9 @@ def _expert_layers(model: PreTrainedModel) -> list[LinearLayer]:
     if active is None:
         return []
     return [
-        LinearLayer(name, "experts", experts.width(module), len(module.gate_up_proj), active)
+        LinearLayer(
+            name, "experts", experts.width(module), len(module.gate_up_proj), active, experts.size(module)
+        )
         for name, module in experts.adaptable_experts(model).items()
     ]
 

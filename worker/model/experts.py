@@ -55,6 +55,12 @@ def width(experts: Any) -> int:
     )
 
 
+def size(experts: Any) -> int:
+    """The intermediate size of an expert."""
+    inside: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
+    return inside
+
+
 def _size(experts: Any, projection: str) -> tuple[int, int, int]:
     count, rows, columns = getattr(experts, projection).shape
     return count, rows, columns

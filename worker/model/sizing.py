@@ -483,9 +483,8 @@ class ExpertBytes:
             return ExpertBytes()
         layer = max(layers, key=lambda one: one.width)
         filled = -(-layer.rank(rank) * shape.bytes_each // 16) * 16 // shape.bytes_each
-        inside = (layer.width // layer.experts - 2 * shape.hidden) // 3
         # For each of its experts: the inputs of both projections, and what is between A and B of both.
-        token = layer.active_experts * (shape.hidden + inside + 2 * filled) * shape.bytes_each
+        token = layer.active_experts * (shape.hidden + layer.expert_size + 2 * filled) * shape.bytes_each
         return ExpertBytes(token, layer.width * filled * shape.bytes_each)
 
 
@@ -696,10 +695,9 @@ def slot_bytes(
 def _slot_width(shape: Shape, layer: LinearLayer, tensor_parallel: int) -> int:
     """Elements of a layer's buffers for each rank, on each of the GPUs that share it."""
     if layer.experts:
-        # gate_up_proj [2 inside, hidden] and down_proj [hidden, inside]. vLLM has an A for the gate and one for up, and
-        # all have the engine's rank, not that of experts.
-        inside = (layer.width // layer.experts - 2 * shape.hidden) // 3
-        return layer.experts * (3 * shape.hidden + math.ceil(3 * inside / tensor_parallel))
+        # gate_up_proj [2 expert_size, hidden] and down_proj [hidden, expert_size]. vLLM has an A for the gate and one
+        # for up, and all have the engine's rank, not that of experts.
+        return layer.experts * (3 * shape.hidden + math.ceil(3 * layer.expert_size / tensor_parallel))
     whole = min(shape.hidden, layer.width)
     return whole + math.ceil((layer.width - whole) / tensor_parallel)
 
@@ -1393,7 +1391,7 @@ def _expert_layers(
     active = active_experts_in(text) or 1
     width = experts * (2 * hidden + 3 * each)
     return [
-        LinearLayer(f"model.layers.{number}.mlp.experts", "experts", width, experts, active)
+        LinearLayer(f"model.layers.{number}.mlp.experts", "experts", width, experts, active, each)
         for number in _sparse_layers(text, layers)
     ]
 

@@ -70,6 +70,7 @@ class LinearLayer:
     width: int  # inputs and outputs together, of all experts: times its rank, the parameters of its adapter
     experts: int = 0  # 0: it is a linear layer
     active_experts: int = 1  # that a token goes through
+    expert_size: int = 0  # the intermediate size of an expert
 
     def rank(self, rank: int) -> int:
         """The rank of its adapter in a job of this rank. The experts of a token together have about that rank."""

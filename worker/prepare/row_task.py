@@ -57,8 +57,7 @@ def prepare_rows(
     )
     resolved = continuing(resolved, start_of_adapter(job, teacher))
     resolved = offline_hyperparameters.with_first_values(resolved, job.resolved)
-    targets = f"method.{job.method}.hyperparameters.advanced.lora.targets"
-    resolved, tokenizer = with_tokenizer(resolved, base, job, targets)
+    resolved, tokenizer = with_tokenizer(resolved, base, job)
     template = template_of(base.source, tokenizer)
     added = 0 if teacher is None else teacher.added_tokens
     tokens = partial(tokenize, kind, template=template, context=base.entry.context, added=added, beat=beat)

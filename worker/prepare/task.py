@@ -65,9 +65,7 @@ def prepare_task(
             hyperparameter asks for.
     """
     job = attempt.job
-    resolved, tokenizer = with_tokenizer(
-        resolve(job, rows, base, teacher), base, job, param_of(job.method, "lora_targets")
-    )
+    resolved, tokenizer = with_tokenizer(resolve(job, rows, base, teacher), base, job)
     parser = tool_parser_for(job, rows, base, tokenizer)
     train, valid = tokenized(
         job, rows, base, resolved, tokenizer, added=0 if teacher is None else teacher.added_tokens
@@ -168,17 +166,14 @@ def start_of_adapter(job: Job, teacher: TeacherModel | None) -> Parent | None:
 
 
 def with_tokenizer(
-    resolved: SomeSettings, base: BaseModel, job: Job, targets: str
+    resolved: SomeSettings, base: BaseModel, job: Job
 ) -> tuple[SomeSettings, PreTrainedTokenizerBase]:
     """The job's tokenizer with its chat template, and the settings with the time that this shows.
-
-    Args:
-        targets: the path of `lora_targets` in the request.
 
     Raises:
         UserMistake: layers with these names do not exist, or cannot have an adapter.
     """
-    refuse_absent_targets(base, resolved.lora_targets, targets)
+    refuse_absent_targets(base, resolved.lora_targets, job.method)
     tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
     resolved = with_fixed_clock(resolved, tokenizer, job.created_at)
     set_arguments(tokenizer, resolved.chat_template_kwargs)
@@ -253,8 +248,8 @@ def refuse_uncorrected(job: Job, base: BaseModel, resolved: Resolved) -> None:
         )
 
 
-def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> None:
-    """Check the names before the weights are loaded. `path` is that of the hyperparameter in the request.
+def refuse_absent_targets(base: BaseModel, targets: LoraTargets, method: str) -> None:
+    """Check the names before the weights are loaded.
 
     Raises:
         UserMistake: layers with these names do not exist, or cannot have an adapter.
@@ -264,7 +259,7 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
     try:
         adapter_targets(without_weights(read_config(base.source)), targets)
     except InvalidTargets as cause:
-        raise UserMistake(cause.code, str(cause), path) from cause
+        raise UserMistake(cause.code, str(cause), param_of(method, "lora_targets")) from cause
 
 
 def is_off_policy(job: Job) -> bool:

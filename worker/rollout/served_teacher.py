@@ -18,6 +18,7 @@ import httpx
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.params import TEACHER_PARAM
 from core.outbound.http import is_passing, trusted_client
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, Reply, ServerAway, post, quoted_reply
@@ -28,8 +29,6 @@ from graders.types import TokenUsage
 from worker.model.batch import ids_of, rows_read
 from worker.refusals import ModelUnavailable, UserMistake
 from worker.types import Pack, Prompt, Rollout, TopTokens, TrainingSequence
-
-TOP_K_PARAM = "method.distillation.hyperparameters.advanced.loss.top_k"
 
 # Of a request that fails although the server is there: they take about a minute in all.
 RETRIES = 7
@@ -125,7 +124,7 @@ class ServedTeacher:
                 "teacher_unusable",
                 f"The teacher '{self.name}' does not give its {top_k} likeliest tokens. Choose a smaller `top_k` (vLLM "
                 f"gives 20 unless it was started with --max-logprobs). {refused.message}",
-                TOP_K_PARAM,
+                param_of("distillation", "loss.top_k"),
             ) from refused
 
     def refuse_other_tokens(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,7 +11,7 @@ import httpx
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from core.asgi import UNBUFFERED, json_event, until_gone
+from core.asgi import END_OF_EVENTS, UNBUFFERED, json_event, received_data, until_gone
 from core.chat import InternalChat, InternalCompletion, envelope, token_usage
 from worker.serving.serving_metrics import Result, Tally
 
@@ -110,10 +110,8 @@ class Proxied(Response):
         return error_of(response.status_code, response.content)
 
     async def _events(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        unread = b""
         try:
-            async for part in response.aiter_raw():
-                *events, unread = (unread + part).split(b"\n\n")
+            async for events in received_data(response.aiter_raw()):
                 if body := b"".join(map(self._converted, events)):
                     yield body
         except httpx.TransportError as cause:
@@ -121,15 +119,12 @@ class Proxied(Response):
             self.result = "failed"
             yield json_event(envelope(500, "the model failed before the end of its answer"))
 
-    def _converted(self, event: bytes) -> bytes:
-        """An event in our shape; b"": none for the client."""
-        data = event.removeprefix(b"data: ")
+    def _converted(self, data: bytes) -> bytes:
+        """The event with this data in our shape; b"": none for the client."""
         if data == b"[DONE]":
             if self.result == "left":
                 self.result = "answered"
-            return event + b"\n\n"
-        if not event.startswith(b"data: "):
-            return b""
+            return END_OF_EVENTS
         part = json.loads(data)
         if "error" in part:
             self.result = "failed"

@@ -10,8 +10,9 @@ from core.claims import Claim
 from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
 from core.jobs import events, job_files, lifecycle
-from core.jobs.job_files import SAME_FILE, BadFile, kinds_of
+from core.jobs.job_files import BadFile, kinds_of
 from core.jobs.methods import variant
+from core.jobs.verdict import NOT_HELD_OUT
 from core.pipelines import lifecycle as pipelines
 from core.storage import files
 from core.storage.datasets import Example
@@ -56,7 +57,7 @@ def validate_offline(
     shared = sum(json.dumps(row.item, sort_keys=True) in learned for row in valid_rows)
     with lifecycle.fenced(database, claim) as (session, held):
         if held.validation_file == held.training_file:
-            events.append(session, held.id, SAME_FILE, level="warn")
+            events.append(session, held.id, NOT_HELD_OUT, level="warn")
         elif shared:
             events.append(
                 session,

@@ -20,10 +20,11 @@ from core.jobs.alarm_sizes import too_small
 from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.hyperparameters import Resolved
-from core.jobs.job_files import SAME_FILE, BadFile, in_words
+from core.jobs.job_files import BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM
 from core.jobs.tools import has_episodes, has_tools, is_played_by_agent, tools_mismatch, with_functions
+from core.jobs.verdict import NOT_HELD_OUT
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
@@ -406,7 +407,7 @@ def _row_doubts(
 def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
     """Return a warning if prompts are in both files."""
     if job.validation_file == job.training_file:
-        return SAME_FILE
+        return NOT_HELD_OUT
     learned = set(map(_prompt_of, rows))
     shared = sum(_prompt_of(row) in learned for row in valid_rows)
     known = {_normalized(row) for row in rows}

@@ -8,6 +8,7 @@ import openai
 
 from regraft._rules.datasets import InvalidDataset
 from regraft._rules.foreign_files import Target
+from regraft._rules.states import JOB
 from regraft.cli.files import invalid_report
 from regraft.cli.output import plain
 from regraft.cli.shared import Refused
@@ -17,7 +18,6 @@ from regraft.datasets import validate as validate_dataset
 from regraft.literals import Method, Split
 from regraft.mcp.workspace import Root, Workspace, content
 from regraft.requests import Source, read_each
-from regraft.resources.jobs import ENDS
 from regraft.resources.waiting import AsyncWaiting
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ async def watch_job(
     work: Workspace, job_id: str, until: str | None = None, seconds: float = 30
 ) -> dict[str, Any]:
     """The job once it has this status, has ended or is paused, or after this time."""
-    wanted = ENDS if until is None else ENDS | {until}
+    wanted = JOB.stopped if until is None else JOB.stopped | {until}
 
     def read() -> Awaitable[Any]:
         return work.client.jobs.retrieve(job_id)

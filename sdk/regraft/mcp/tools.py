@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from regraft import literals
+from regraft._rules.states import JOB_EDGES
 from regraft.mcp import calls
 from regraft.mcp.calls import JOB_FIELDS, page
 
@@ -102,8 +103,6 @@ def limit(default: int) -> Argument:
     return may("integer", "Items of the page.", minimum=1, maximum=100, default=default)
 
 
-JOB_STATES = ("validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled")
-
 READ = (
     Tool(
         "service_status",
@@ -140,7 +139,7 @@ READ = (
         "another call waits longer.",
         {
             "job_id": JOB_ID,
-            "until": may("string", "Also stop at this state.", enum=list(JOB_STATES)),
+            "until": may("string", "Also stop at this state.", enum=list(JOB_EDGES)),
             "seconds": SECONDS,
         },
         calls.watch_job,

@@ -12,12 +12,12 @@ from openai.resources.evals import AsyncEvals as OpenAIAsyncEvals
 from openai.types import EvalCreateResponse
 from openai.types.evals import RunRetrieveResponse
 
+from regraft._rules.states import EVAL_RUN
 from regraft.requests import InvalidRequestFile, read_table
 from regraft.resources.waiting import AsyncWaiting
 from regraft.routes import listed, route
 from regraft.types import EvalComparison
 
-FINAL = frozenset({"completed", "failed", "canceled"})
 POLL_SECONDS = 2.0
 # Key in the metadata of an eval: the hash of the configuration that created it.
 CONFIG_KEY = "regraft_config"
@@ -66,7 +66,9 @@ class AsyncEvals(OpenAIAsyncEvals):
     ) -> RunRetrieveResponse:
         """Return the run once it has ended; `progress` gets it every few seconds until then."""
         return await AsyncWaiting(POLL_SECONDS, sleep).until(
-            lambda run: run.status in FINAL, lambda: self.runs.retrieve(run_id, eval_id=eval_id), progress
+            lambda run: run.status in EVAL_RUN.final,
+            lambda: self.runs.retrieve(run_id, eval_id=eval_id),
+            progress,
         )
 
     async def run_config(

@@ -15,12 +15,13 @@ from openai.types.fine_tuning import FineTuningJob
 
 from regraft import datasets
 from regraft._rules.datasets import InvalidDataset
+from regraft._rules.states import JOB
 from regraft.display import Display
 from regraft.errors import JobFailed
 from regraft.jobs import JobEvent, grader_of, result_of, verdict_of
 from regraft.literals import Method, Split
 from regraft.notebook import PLOTTED, plot_reward
-from regraft.progress import FINAL, axis_of
+from regraft.progress import axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
 from regraft.resources.waiting import retry_in
 from regraft.routes import listed, route
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 Steps = list[dict[str, Any]]
 VALIDATE = "/regraft/jobs/validate"
-ENDS = FINAL | {"paused"}
 METHODS: tuple[Method, ...] = get_args(Method)
 SPLITS: dict[str, Split] = {"training_file": "train", "validation_file": "valid"}
 # The server sends a keep-alive every 15 seconds; after a minute without one the connection is dead.
@@ -242,7 +242,7 @@ class AsyncJobs(OpenAIAsyncJobs):
                 ) as stream:
                     async for message in stream:
                         yield cursor.read(message)
-                        if cursor.status in ENDS:
+                        if cursor.status in JOB.stopped:
                             return
             except openai.APIError as error:
                 failed = error

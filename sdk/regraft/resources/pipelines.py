@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 from openai.pagination import AsyncCursorPage
 
+from regraft._rules.states import PIPELINE
 from regraft.requests import PipelineRequest, Source, read_pipeline
 from regraft.resources.jobs import validate_local
 from regraft.resources.waiting import AsyncWaiting
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from openai._base_client import AsyncPaginator
 
 PATH = "/regraft/pipelines"
-ENDS = frozenset({"succeeded", "failed", "cancelled", "paused"})
 POLL_SECONDS = 2.0
 
 
@@ -103,7 +103,7 @@ class AsyncPipelines:
     ) -> Pipeline:
         """Return the pipeline once it has ended or is paused; `progress` gets it every few seconds until then."""
         return await AsyncWaiting(POLL_SECONDS, sleep).until(
-            lambda pipeline: pipeline.status in ENDS, lambda: self.retrieve(pipeline_id), progress
+            lambda pipeline: pipeline.status in PIPELINE.stopped, lambda: self.retrieve(pipeline_id), progress
         )
 
     async def cancel(self, pipeline_id: str) -> Pipeline:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai.pagination import AsyncCursorPage
 
+from regraft._rules.states import EVAL_RUN
 from regraft.literals import Change, Split
 from regraft.requests import Source, read_grader
 from regraft.resources.waiting import AsyncWaiting
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai._base_client import AsyncPaginator
 
-ENDED = frozenset({"completed", "failed", "canceled"})
 POLL_SECONDS = 2.0
 
 
@@ -69,7 +69,9 @@ class AsyncRegrades:
     ) -> Regrade:
         """Return the regrade once it has ended; `progress` gets it every few seconds until then."""
         return await AsyncWaiting(POLL_SECONDS, sleep).until(
-            lambda regrade: regrade.status in ENDED, lambda: self.retrieve(job_id, regrade_id), progress
+            lambda regrade: regrade.status in EVAL_RUN.final,
+            lambda: self.retrieve(job_id, regrade_id),
+            progress,
         )
 
     def answers(

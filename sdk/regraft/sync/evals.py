@@ -7,9 +7,9 @@ from openai.resources.evals import Evals as OpenAIEvals
 from openai.types import EvalCreateResponse
 from openai.types.evals import RunRetrieveResponse
 
+from regraft._rules.states import EVAL_RUN
 from regraft.resources.evals import (
     CONFIG_KEY,
-    FINAL,
     POLL_SECONDS,
     EvalConfig,
     Gate,
@@ -39,7 +39,9 @@ class Evals(OpenAIEvals):
     ) -> RunRetrieveResponse:
         """Return the run once it has ended; `progress` gets it every few seconds until then."""
         return Waiting(POLL_SECONDS, sleep).until(
-            lambda run: run.status in FINAL, lambda: self.runs.retrieve(run_id, eval_id=eval_id), progress
+            lambda run: run.status in EVAL_RUN.final,
+            lambda: self.runs.retrieve(run_id, eval_id=eval_id),
+            progress,
         )
 
     def run_config(

@@ -10,11 +10,11 @@ from openai import Stream
 from openai.resources.fine_tuning.jobs import Jobs as OpenAIJobs
 from openai.types.fine_tuning import FineTuningJob
 
+from regraft._rules.states import JOB
 from regraft.jobs import JobEvent, result_of, verdict_of
 from regraft.notebook import PLOTTED, plot_reward
 from regraft.requests import Source, read_job
 from regraft.resources.jobs import (
-    ENDS,
     VALIDATE,
     Cursor,
     Curves,
@@ -196,7 +196,7 @@ class Jobs(OpenAIJobs):
                 ) as stream:
                     for message in stream:
                         yield cursor.read(message)
-                        if cursor.status in ENDS:
+                        if cursor.status in JOB.stopped:
                             return
             except openai.APIError as error:
                 failed = error

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import openai
 from openai.pagination import SyncCursorPage
 
+from regraft._rules.states import PIPELINE
 from regraft.requests import Source, read_pipeline
-from regraft.resources.pipelines import ENDS, PATH, POLL_SECONDS, _listed, _unused, _validate_local
+from regraft.resources.pipelines import PATH, POLL_SECONDS, _listed, _unused, _validate_local
 from regraft.routes import route
 from regraft.sync.waiting import Waiting
 from regraft.types import Pipeline
@@ -90,7 +91,7 @@ class Pipelines:
     ) -> Pipeline:
         """Return the pipeline once it has ended or is paused; `progress` gets it every few seconds until then."""
         return Waiting(POLL_SECONDS, sleep).until(
-            lambda pipeline: pipeline.status in ENDS, lambda: self.retrieve(pipeline_id), progress
+            lambda pipeline: pipeline.status in PIPELINE.stopped, lambda: self.retrieve(pipeline_id), progress
         )
 
     def cancel(self, pipeline_id: str) -> Pipeline:

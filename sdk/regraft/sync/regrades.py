@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from openai.pagination import SyncCursorPage
 
+from regraft._rules.states import EVAL_RUN
 from regraft.literals import Change, Split
 from regraft.requests import Source, read_grader
-from regraft.resources.regrades import ENDED, POLL_SECONDS, _body, _listed, _path
+from regraft.resources.regrades import POLL_SECONDS, _body, _listed, _path
 from regraft.routes import route
 from regraft.sync.waiting import Waiting
 from regraft.types import Regrade, RegradedAnswer
@@ -64,7 +65,9 @@ class Regrades:
     ) -> Regrade:
         """Return the regrade once it has ended; `progress` gets it every few seconds until then."""
         return Waiting(POLL_SECONDS, sleep).until(
-            lambda regrade: regrade.status in ENDED, lambda: self.retrieve(job_id, regrade_id), progress
+            lambda regrade: regrade.status in EVAL_RUN.final,
+            lambda: self.retrieve(job_id, regrade_id),
+            progress,
         )
 
     def answers(

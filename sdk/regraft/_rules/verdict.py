@@ -1,0 +1,1 @@
+../../../core/jobs/verdict.py
