@@ -52,7 +52,7 @@ class TemplateFacts(BaseModel):
     answer: bool  # false: the text of an earlier answer is not in the prompt
     history: bool  # false: the prompt after many questions lacks some of the messages
     order: bool  # false: it has them in another order, or twice
-    whole: bool  # false: it has only a part of the text of a message
+    full_text: bool  # false: it has only a part of the text of a message
     random: bool  # renderings of one conversation differ
     system_role: SystemRole
     alternation: bool  # two messages of one role in a row are rejected
@@ -136,7 +136,7 @@ def _faults(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
             "writes messages in another order, or several times",
             "writes each once, in their order",
         ),
-        (not facts.whole, "leaves out parts of long messages", "writes their whole text"),
+        (not facts.full_text, "leaves out parts of long messages", "writes their whole text"),
         (
             facts.random,
             "writes text that differs each time, so one conversation has many prompts",
@@ -151,7 +151,7 @@ def _faults(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
 
 
 def _unseen(facts: TemplateFacts) -> str:
-    """What the prompt lacks of calls and their results."""
+    """Name what the prompt lacks of calls and their results."""
     parts = (("calls", facts.calls), ("results", facts.results))
     return " and ".join(name for name, is_seen in parts if not is_seen)
 
@@ -238,7 +238,7 @@ def _long_facts(text: str | None, count: int) -> dict[str, bool]:
         count: of the messages.
     """
     if text is None:
-        return {"history": True, "order": True, "whole": True}
+        return {"history": True, "order": True, "full_text": True}
     marks = [(int(part), int(line)) for part, line in _MARK.findall(text)]
     # Mistral's templates write the system message before the last question.
     turns = [mark for mark in marks if mark[0]]
@@ -246,7 +246,7 @@ def _long_facts(text: str | None, count: int) -> dict[str, bool]:
     return {
         "history": len(parts) == count,
         "order": turns == sorted(turns),
-        "whole": len(set(marks)) == len(parts) * _LINES,
+        "full_text": len(set(marks)) == len(parts) * _LINES,
     }
 
 

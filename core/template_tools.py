@@ -1,4 +1,4 @@
-"""What a chat template leaves out of tools, their calls and their results, found by rendering a conversation."""
+"""Find what a chat template leaves out of tools, their calls and their results, by rendering a conversation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ _RESULTS = [[f"Result7Q{number} line {line:03}" for line in range(200)] for numb
 
 
 def lost_of_tools(render: RenderChat) -> list[str]:
-    """What prompts lack: of "tools", "calls" and "results".
+    """Find what prompts lack: of "tools", "calls" and "results".
 
     A template that rejects the conversation loses nothing: rows and requests with tools are refused in its own words.
     """
