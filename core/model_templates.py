@@ -1,4 +1,4 @@
-"""Read the chat template of a base model from its files, and ask whether it lets the model write thoughts."""
+"""Read the chat template of a base model from its files, and ask what it does with thoughts and tools."""
 
 import json
 import logging
@@ -19,10 +19,13 @@ from core.model_checks import ModelChecks
 from core.outages import outage
 from core.registry import BaseModelEntry
 from core.template_process import CPU_SECONDS, MEMORY_BYTES
+from core.tool_parsers import PARSED, template_for_tools, tool_parser_of
 
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
+# For renderings whose special tokens do not matter: a template may fail without a token that it adds to a text.
+_SOME_TOKENS = tuple((f"{name}_token", f"<{name}>") for name in ("bos", "eos", "pad", "unk"))
 
 
 def is_reasoning(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool:
@@ -73,6 +76,47 @@ def reasons(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto
     own, _, special_tokens = _read(folder)
     text = own if text is None else text
     return text is not None and _reasons(text, tuple(sorted(special_tokens.items())))
+
+
+def tools_problem(
+    model: str, registered: str | None, template: object, *, parsers: Sequence[str] | None = PARSED
+) -> str | None:
+    """The reason why prompts for the model cannot have tools, with the remedy; None: they can.
+
+    Args:
+        registered: `tool_parser` of the model's registry entry.
+        template: the chat template that renders the prompts, or several by name; None: there is none.
+        parsers: of which one is needed; None: the model's server may have others.
+
+    Raises:
+        NotReady: the check of the template was interrupted.
+    """
+    template = template_for_tools(template)
+    lost = _lost_of_tools(template) if isinstance(template, str) and "tools" in template else ("tools",)
+    if "tools" in lost:
+        return (
+            f"the chat template of {model} has no place for tools: choose a model whose template has one, or set "
+            "chat_template (and tool_parser, where the template does not show it) in its entry of the model registry."
+        )
+    parser = tool_parser_of(registered, template)
+    if parser is None:
+        return (
+            f"this server does not know how {model} writes calls: set tool_parser in its entry of the model registry "
+            f"to one of {', '.join(PARSED)}, or chat_template to a template that shows it."
+        )
+    if parsers is not None and parser not in parsers:
+        return (
+            f"calls of {model} are written for the tool_parser '{parser}', and this service reads only those of "
+            f"{', '.join(PARSED)}: choose another model, or another chat_template and tool_parser in its entry of the "
+            "model registry."
+        )
+    if lost:
+        return (
+            f"the chat template of {model} leaves {' and '.join(lost)} of functions out of prompts, so the model would "
+            "not see them: choose another model, or set chat_template in its entry of the model registry to a template "
+            "that writes them."
+        )
+    return None
 
 
 def folder_of(entry: BaseModelEntry, model_cache: Path) -> Path | None:
@@ -135,23 +179,37 @@ def _token(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    return bool(_answer("reasons", template, special_tokens, "its model counts as one without thoughts"))
+
+
+@lru_cache(maxsize=64)
+def _lost_of_tools(template: str) -> tuple[str, ...]:
+    """What prompts lack of "tools", "calls" and "results", whatever the tokenizer is."""
+    return tuple(_answer("lost_of_tools", template, _SOME_TOKENS, "tools count as rendered") or ())
+
+
+def _answer(question: str, template: str, special_tokens: Sequence[tuple[str, str]], otherwise: str) -> Any:
     """Asks a process of limited CPU time and memory: a template is a program, and may never end.
 
     Not of limited wall time: the result is kept, and must not depend on what else the machine does. A template has no
     way to wait.
+
+    Args:
+        question: one of QUESTIONS of core/template_process.py.
+        otherwise: what follows if the template needs more; the result is then None.
 
     Raises:
         NotReady: the process was killed from outside. Not kept.
     """
     child = subprocess.run(
         [sys.executable, "-m", template_process.__name__],
-        input=json.dumps([template, special_tokens]),
+        input=json.dumps([question, template, special_tokens]),
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     )
     if child.returncode == 0:
-        return child.stdout.strip() == "True"
+        return json.loads(child.stdout)
     if -child.returncode not in (signal.SIGXCPU, signal.SIGSEGV):
         log.error("the check of a chat template ended with status %d: %s", child.returncode, child.stderr)
         raise NotReady(
@@ -159,8 +217,9 @@ def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool
             retry_after=1,
         )
     log.warning(
-        "a chat template needs more than %d s of CPU time or %d MiB, so its model counts as one without thoughts",
+        "a chat template needs more than %d s of CPU time or %d MiB, so %s",
         CPU_SECONDS,
         MEMORY_BYTES >> 20,
+        otherwise,
     )
-    return False
+    return None

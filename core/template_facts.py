@@ -4,6 +4,7 @@ A template is a program, and a mistake in it raises no error: a prompt without t
 after answers that no engine stops at, only makes answers worse.
 """
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
@@ -11,31 +12,27 @@ from pydantic import BaseModel, ConfigDict
 
 from core.chat_templates import reads_clock
 from core.reasoning import QUESTION, Format
+from core.template_process import draws_at_random
+from core.template_tools import RenderChat
 
 _SYSTEM, _ANSWER, _SECOND = "System7Q", "Answer7Q", "Second7Q"
-_SECOND_ANSWER, _THIRD = "Reply7Q", "Third7Q"
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "tool7q",
-        "description": "Tool7Q",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-    },
-}
 _USER = {"role": "user", "content": QUESTION}
 _SYSTEM_MESSAGE = {"role": "system", "content": _SYSTEM}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
 _NEXT = {"role": "user", "content": _SECOND}
-_THREE_TURNS = [
-    _USER,
-    _ASSISTANT,
-    _NEXT,
-    {"role": "assistant", "content": _SECOND_ANSWER},
-    {"role": "user", "content": _THIRD},
-]
+_QUESTIONS, _LINES = 12, 200  # of the long conversation: its questions, and the lines of each of its messages
+_MARK = re.compile(r"Part(\d+)Line(\d+)\.")
 
-# (messages, tools, with a generation prompt) -> the text of the conversation
-RenderChat = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
+
+def _long_message(part: int) -> dict[str, Any]:
+    """The message at a place of the long conversation, 0 for the system's. Each of its lines ends with a mark."""
+    role = "system" if part == 0 else "user" if part % 2 else "assistant"
+    lines = [f"A line of a long message: Part{part}Line{line}." for line in range(_LINES)]
+    return {"role": role, "content": "\n".join(lines)}
+
+
+_LONG_CONVERSATION = [_long_message(part) for part in range(2 * _QUESTIONS)]
+SystemRole = Literal["rendered", "ignored", "rejected"]
 
 
 class TemplateFacts(BaseModel):
@@ -53,49 +50,27 @@ class TemplateFacts(BaseModel):
     question_end: bool
     header: bool  # false: the generation prompt is another text than conversations have before an answer
     answer: bool  # false: the text of an earlier answer is not in the prompt
-    history: bool  # false: the prompt after three questions lacks earlier turns
-    system_role: Literal["rendered", "ignored", "rejected"]
+    history: bool  # false: the prompt after many questions lacks some of the messages
+    order: bool  # false: it has them in another order, or twice
+    full_text: bool  # false: it has only a part of the text of a message
+    random: bool  # renderings of one conversation differ
+    system_role: SystemRole
     alternation: bool  # two messages of one role in a row are rejected
     tools: bool
+    calls: bool  # false: calls of earlier answers are not in the prompt
+    results: bool  # false: their results are not in the prompt, or not whole
     thoughts: bool
     date: bool  # prompts have the time at which they are rendered; a job fixes it
 
     @property
     def warnings(self) -> list[str]:
         """Sentences about what makes answers worse without an error."""
-        found = []
-        lost = [
-            *([] if self.question else ["the user's message is not in the prompt"]),
-            *([] if self.answer else ["answers are not in the conversation"]),
+        found = [
+            f"The model's chat template {fault}. Set chat_template in the model's entry of the registry to a template "
+            f"that {remedy}."
+            for is_found, fault, remedy in _faults(self)
+            if is_found
         ]
-        if lost:
-            found.append(
-                f"The model's chat template loses text: {' and '.join(lost)}. Set chat_template in the model's "
-                "entry of the registry to a template that renders messages whose content is a string."
-            )
-        if not self.generation_prompt:
-            found.append(
-                "The model's chat template writes nothing before an answer (it ignores add_generation_prompt), so "
-                "prompts lack the header of the answer. Set chat_template in the model's entry of the "
-                "registry to a template that writes it."
-            )
-        if not self.question_end:
-            found.append(
-                "The model's chat template ends the user's message only if an answer follows it, so training rows have "
-                "that end and prompts lack it. Set chat_template in the model's entry of the registry to a template "
-                "that writes it after every message."
-            )
-        if not self.header:
-            found.append(
-                "The model's chat template ends prompts with another text than it writes before the answers of "
-                "training rows. Set chat_template in the model's entry of the registry to a template that writes the "
-                "same header in both."
-            )
-        if not self.history:
-            found.append(
-                "The model's chat template leaves out earlier turns of a conversation: the model sees only the last "
-                "ones. Set chat_template in the model's entry of the registry to a template that writes all messages."
-            )
         if self.system_role == "ignored":
             found.append("The model's chat template leaves out system messages: the model does not see them.")
         return found
@@ -124,11 +99,67 @@ class TemplateFacts(BaseModel):
                 "a generation prompt" if self.generation_prompt else "NO generation prompt",
                 f"system messages {self.system_role}",
                 *(["strict alternation of roles"] if self.alternation else []),
-                "tools" if self.tools else "no tools",
+                _tools_text(self),
                 "thoughts" if self.thoughts else "no thoughts",
                 *(["the date"] if self.date else []),
             ]
         )
+
+
+def _faults(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
+    """Whether the template has each fault, what it does then, and what another one should do."""
+    lost = [
+        *([] if facts.question else ["the user's message is not in the prompt"]),
+        *([] if facts.answer else ["answers are not in the conversation"]),
+    ]
+    return [
+        (bool(lost), f"loses text: {' and '.join(lost)}", "renders messages whose content is a string"),
+        (
+            not facts.generation_prompt,
+            "writes nothing before an answer (it ignores add_generation_prompt), so prompts lack the header of the "
+            "answer",
+            "writes it",
+        ),
+        (
+            not facts.question_end,
+            "ends the user's message only if an answer follows it, so training rows have that end and prompts lack it",
+            "writes it after every message",
+        ),
+        (
+            not facts.header,
+            "ends prompts with another text than it writes before the answers of training rows",
+            "writes the same header in both",
+        ),
+        (not facts.history, "leaves out messages of a long conversation", "writes all messages"),
+        (
+            not facts.order,
+            "writes messages in another order, or several times",
+            "writes each once, in their order",
+        ),
+        (not facts.full_text, "leaves out parts of long messages", "writes their whole text"),
+        (
+            facts.random,
+            "writes text that differs each time, so one conversation has many prompts",
+            "writes the same text each time",
+        ),
+        (
+            facts.tools and bool(_unseen(facts)),
+            f"renders tools and leaves out {_unseen(facts)} of functions, which jobs and requests with tools need",
+            "writes them",
+        ),
+    ]
+
+
+def _unseen(facts: TemplateFacts) -> str:
+    """Name what the prompt lacks of calls and their results."""
+    parts = (("calls", facts.calls), ("results", facts.results))
+    return " and ".join(name for name, is_seen in parts if not is_seen)
+
+
+def _tools_text(facts: TemplateFacts) -> str:
+    if not facts.tools:
+        return "no tools"
+    return f"tools WITHOUT {_unseen(facts)}" if _unseen(facts) else "tools"
 
 
 def find_facts(
@@ -138,6 +169,7 @@ def find_facts(
     special: Collection[str],
     stops: Collection[str],
     form: Format | None,
+    lost: Collection[str],
 ) -> TemplateFacts:
     """Render conversations and compare them.
 
@@ -146,24 +178,13 @@ def find_facts(
         special: the texts of the tokenizer's special tokens.
         stops: those of the model's own end tokens.
         form: of the model's thoughts.
+        lost: what prompts with tools lack of them, as `lost_of_tools` of core/template_tools.py finds it.
     """
-
-    def rendered(
-        *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None, prompt: bool = False
-    ) -> str | None:
-        try:
-            return render([*first, *messages], tools, prompt)
-        except Exception:  # a template is a program
-            return None
-
-    first: list[dict[str, Any]] = []
-    system = rendered(_SYSTEM_MESSAGE, _USER, prompt=True)
-    if system is not None and rendered(_USER, prompt=True) is None:
-        first = [_SYSTEM_MESSAGE]  # some templates require it
+    rendered, system_role = _rendered_of(render)
     prompt, plain, conversation = rendered(_USER, prompt=True), rendered(_USER), rendered(_USER, _ASSISTANT)
     has_answer = conversation is None or _ANSWER in conversation
     has_question = prompt is None or QUESTION in prompt
-    third = rendered(*_THREE_TURNS, prompt=True) if has_answer and has_question else None
+    long = _LONG_CONVERSATION[0 if system_role == "rendered" else 1 :]
     end = _end_of_turn(rendered, special, stops, form) if has_answer else None
     return TemplateFacts(
         end_of_turn=end,
@@ -172,15 +193,61 @@ def find_facts(
         generation_prompt=prompt is None or prompt != plain or _has_header(prompt, conversation or "", form),
         question=has_question,
         question_end=prompt is None or conversation is None or _ends_question(prompt, conversation, form),
-        header=prompt in (None, plain) or _is_header(prompt or "", conversation or "", form),
+        header=prompt in (None, plain)
+        or _is_header(prompt or "", conversation or "", form, {*stops, end or ""}),
         answer=has_answer,
-        history=third is None or all(message["content"] in third for message in _THREE_TURNS),
-        system_role="rejected" if system is None else "rendered" if _SYSTEM in system else "ignored",
+        **_long_facts(rendered(*long, prompt=True) if has_answer and has_question else None, len(long)),
+        # A draw may be rare, or in prompts of another kind; and a template may write the address of an object.
+        random=draws_at_random(template) or rendered(dict(_USER), prompt=True) != prompt,
+        system_role=system_role,
         alternation=plain is not None and rendered(_USER, _NEXT) is None,
-        tools=rendered(_USER, tools=[_TOOL], prompt=True) not in (None, prompt),
+        tools=prompt is not None and "tools" not in lost,
+        calls="calls" not in lost,
+        results="results" not in lost,
         thoughts=form is not None,
         date=reads_clock(template),
     )
+
+
+def _rendered_of(render: RenderChat) -> tuple[Callable[..., str | None], SystemRole]:
+    """Render conversations, None if the template rejects one; and what the template does with a system message.
+
+    If it requires a system message, conversations without one begin with ours.
+    """
+
+    def rendered(*messages: dict[str, Any], prompt: bool = False) -> str | None:
+        try:
+            return render([*([] if messages[0]["role"] == "system" else first), *messages], None, prompt)
+        except Exception:  # a template is a program
+            return None
+
+    first: list[dict[str, Any]] = []
+    system = rendered(_SYSTEM_MESSAGE, _USER, prompt=True)
+    if system is None:
+        return rendered, "rejected"
+    if rendered(_USER, prompt=True) is None:
+        first = [_SYSTEM_MESSAGE]
+    return rendered, "rendered" if _SYSTEM in system else "ignored"
+
+
+def _long_facts(text: str | None, count: int) -> dict[str, bool]:
+    """Whether a text has all messages of the long conversation, in their order, and those that it has whole.
+
+    Args:
+        text: None: nothing is known.
+        count: of the messages.
+    """
+    if text is None:
+        return {"history": True, "order": True, "full_text": True}
+    marks = [(int(part), int(line)) for part, line in _MARK.findall(text)]
+    # Mistral's templates write the system message before the last question.
+    turns = [mark for mark in marks if mark[0]]
+    parts = {part for part, _ in marks}
+    return {
+        "history": len(parts) == count,
+        "order": turns == sorted(turns),
+        "full_text": len(set(marks)) == len(parts) * _LINES,
+    }
 
 
 def _has_header(prompt: str, conversation: str, form: Format | None) -> bool:
@@ -193,13 +260,18 @@ def _has_header(prompt: str, conversation: str, form: Format | None) -> bool:
     return bool(answered) and prompt.partition(QUESTION)[2].strip().startswith(header.strip())
 
 
-def _is_header(prompt: str, conversation: str, form: Format | None) -> bool:
-    """Whether the text after the question begins as in a conversation: apart from thoughts, white space and its end."""
+def _is_header(prompt: str, conversation: str, form: Format | None, stops: Collection[str]) -> bool:
+    """Whether the text after the question begins as in a conversation: apart from thoughts, white space and its end.
+
+    A token that ends answers is no such end.
+    """
     between, answered, _ = conversation.partition(QUESTION)[2].partition(_ANSWER)
     after, between = (
         _without_thought(text, form).strip() for text in (prompt.partition(QUESTION)[2], between)
     )
-    return not answered or between.startswith(after) or between.endswith(after) or after.startswith(between)
+    if not answered or between.startswith(after) or between.endswith(after):
+        return True
+    return after.startswith(between) and not any(stop in after[len(between) :] for stop in stops if stop)
 
 
 def _ends_question(prompt: str, conversation: str, form: Format | None) -> bool:

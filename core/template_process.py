@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Filter, Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from core.reasoning import QUESTION, Format, Render, find_format
+from core.template_tools import lost_of_tools
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +27,33 @@ CPU_SECONDS, MEMORY_BYTES = 5, 1 << 30  # of rendering a template
 
 
 def main() -> None:
-    """Answer whether the template on stdin lets a model write thoughts: True or False."""
+    """Answer a question of QUESTIONS about the template on stdin, in JSON."""
     # The kernel sends SIGXCPU at the first limit and SIGKILL, as for other reasons, at the second.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    template, special_tokens = json.load(sys.stdin)
-    sys.stdout.write(str(_found(template, dict(special_tokens))))
+    question, template, special_tokens = json.load(sys.stdin)
+    json.dump(QUESTIONS[question](template, dict(special_tokens)), sys.stdout)
 
 
-def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
+def _reasons(template: str, special_tokens: Mapping[str, str]) -> bool:
     form = format_of(template, special_tokens)
     return form is not None and not form.off
+
+
+def _lost_of_tools(template: str, special_tokens: Mapping[str, str]) -> list[str]:
+    try:
+        render = chat_renderer(template, special_tokens)
+    except TemplateError:  # no prompt at all, which is refused by its own name
+        return []
+    return lost_of_tools(lambda messages, tools, prompt: render(messages, tools, prompt=prompt))
+
+
+# Whether prompts let the model write a thought; what is lost of tools, their calls and their results.
+QUESTIONS: Mapping[str, Callable[[str, Mapping[str, str]], bool | list[str]]] = {
+    "reasons": _reasons,
+    "lost_of_tools": _lost_of_tools,
+}
 
 
 def format_of(template: str, special_tokens: Mapping[str, str]) -> Format | None:
@@ -71,12 +87,7 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str]) -> Callable[
 
     Source: `_compile_jinja_template` of transformers/utils/chat_template_utils.py.
     """
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    jinja.filters["tojson"] = _to_json
-    jinja.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
-    compiled = jinja.from_string(template)
+    compiled = _jinja().from_string(template)
 
     def render(
         messages: Sequence[Mapping[str, Any]],
@@ -94,6 +105,27 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str]) -> Callable[
         )
 
     return render
+
+
+def draws_at_random(template: str) -> bool:
+    """Whether renderings of one conversation may differ by chance: by Jinja's filter `random`, or by `lipsum`."""
+    try:
+        parsed = _jinja().parse(template)
+    except TemplateError:
+        return False
+    return any(
+        one.name == "random" or (one.name == "map" and Const("random") in one.args)
+        for one in parsed.find_all(Filter)
+    ) or any(one.name == "lipsum" for one in parsed.find_all(Name))
+
+
+def _jinja() -> ImmutableSandboxedEnvironment:
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    jinja.filters["tojson"] = _to_json
+    jinja.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
+    return jinja
 
 
 class _Generation(Extension):

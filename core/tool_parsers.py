@@ -3,7 +3,7 @@
 No torch and no transformers: the API refuses tools of a model whose format is unknown.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 # vLLM's parsers of calls, by texts in chat templates; the first that fits.
 # GLM since 4.5 writes <tool_call>name<arg_key>...</arg_key>: this service does not read it.
@@ -39,34 +39,3 @@ def template_for_tools(template: object) -> object:
     if not isinstance(template, Mapping):
         return template
     return template.get("tool_use", template.get("default"))
-
-
-def tools_problem(
-    model: str, registered: str | None, template: object, *, parsers: Sequence[str] | None = PARSED
-) -> str | None:
-    """The reason why prompts for the model cannot have tools, with the remedy; None: they can.
-
-    Args:
-        registered: `tool_parser` of the model's registry entry.
-        template: the chat template that renders the prompts, or several by name; None: there is none.
-        parsers: of which one is needed; None: the model's server may have others.
-    """
-    template = template_for_tools(template)
-    if not isinstance(template, str) or "tools" not in template:
-        return (
-            f"the chat template of {model} has no place for tools: choose a model whose template has one, or set "
-            "chat_template (and tool_parser, where the template does not show it) in its entry of the model registry."
-        )
-    parser = tool_parser_of(registered, template)
-    if parser is None:
-        return (
-            f"this server does not know how {model} writes calls: set tool_parser in its entry of the model registry "
-            f"to one of {', '.join(PARSED)}, or chat_template to a template that shows it."
-        )
-    if parsers is not None and parser not in parsers:
-        return (
-            f"calls of {model} are written for the tool_parser '{parser}', and this service reads only those of "
-            f"{', '.join(PARSED)}: choose another model, or another chat_template and tool_parser in its entry of the "
-            "model registry."
-        )
-    return None

@@ -33,14 +33,14 @@ from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
 from core.inference import not_served
-from core.model_templates import CHAT_TEMPLATE, files_of
+from core.model_templates import CHAT_TEMPLATE, files_of, tools_problem
 from core.registry import sampler_of
 from core.response_format import ResponseFormat, checked_bounds
 from core.results import model_aliases, tuned_models
 from core.storage import files
 from core.storage.datasets import InvalidDataset, LineError, Problems
 from core.storage.store import BlobNotFound
-from core.tool_parsers import PARSED, tools_problem
+from core.tool_parsers import PARSED
 from graders.build import item_paths, missing_item_paths, unusable_references
 from graders.checks import item_schema_problem
 from graders.hazards import table

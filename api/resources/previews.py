@@ -45,7 +45,7 @@ from core.jobs import estimates
 from core.jobs.params import ENVIRONMENT_PARAM, FORMAT_PARAM
 from core.jobs.tools import steps_of, unknown_function, with_functions
 from core.masking import hide_in_method
-from core.model_templates import files_of
+from core.model_templates import files_of, tools_problem
 from core.outages import Resource
 from core.results import background, evals, preview_report, previews
 from core.results.preview_report import (
@@ -63,7 +63,7 @@ from core.retry import RetryPolicy
 from core.statistics import ShareEstimate
 from core.storage.datasets import Example
 from core.tenancy import tenants
-from core.tool_parsers import NO_FORMAT, tools_problem
+from core.tool_parsers import NO_FORMAT
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump

@@ -285,7 +285,8 @@ class PromptOut(BaseModel):
         Reason | None,
         Field(
             description="The reason for stuck or forgotten, as far as its samples say. cut: half of the last ones "
-            "ended at the token limit; no_signal: the samples of a step never had different scores; rising: the mean rises."
+            "ended at the token limit; no_signal: the samples of a step never had different scores; rising: the mean "
+            "rises."
         ),
     ]
     first_mean: Annotated[

@@ -13,7 +13,7 @@ from core import chat_templates
 from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
-from core.model_templates import CHAT_TEMPLATE, files_of, is_reasoning, reasons
+from core.model_templates import CHAT_TEMPLATE, files_of, is_reasoning, reasons, tools_problem
 from core.registry import BaseModelEntry
 from core.template_process import renderer
 from tests.api.test_models import check_of
@@ -162,6 +162,14 @@ def test_a_template_that_does_not_end_counts_as_one_without_thoughts(
     entry: Callable[..., BaseModelEntry], tmp_path: Path, template: str
 ) -> None:
     assert reasons(entry({"chat_template.jinja": template}), tmp_path) is False
+
+
+@pytest.mark.slow
+def test_tools_are_not_refused_because_a_template_takes_too_long() -> None:
+    """Its renderings fail by themselves, or take as long."""
+    template = "{{ tools }}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+    assert tools_problem("m", "hermes", template) is None
 
 
 def test_a_check_that_could_not_run_is_not_kept_as_a_result(

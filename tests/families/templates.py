@@ -18,31 +18,133 @@ ALTERNATES = (
 )
 TOOLS = "{%- if tools -%}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif -%}"
 
-# By the defect.
-DEFECTS = {
-    "no generation prompt": CHATML.removesuffix(HEADER),
-    "system messages left out": CHATML.replace("messages -%}", "messages if m.role != 'system' -%}", 1),
-    "system messages rejected": REFUSES_SYSTEM + CHATML,
-    "roles must alternate": ALTERNATES + CHATML,
-    "no end of turn": CHATML.replace("<|im_end|>", ""),
-    "closed only before a question": CHATML.replace(
-        "+ '<|im_end|>\\n' }}", "}}{%- if not loop.last -%}{{ '<|im_end|>\\n' }}{%- endif -%}", 1
+# Without a defect: its answers end with the EOS.
+BASE = CHATML.replace("<|im_end|>", "<end>")
+CLOSES = "+ '<end>\\n' }}"
+CALLS = "(m.tool_calls | tojson if m.tool_calls else '')"
+TOOLS_BASE = TOOLS.replace("<|im_end|>", "<end>") + BASE.replace("m.content", f"m.content + {CALLS}")
+
+
+def base_with(part: str, other: str, base: str = BASE) -> str:
+    """A template in which one part is another."""
+    assert base.count(part) == 1
+    return base.replace(part, other)
+
+
+# By the defect: the template, and words of what is said of it in its facts or in the refusal of a prompt.
+NAMED_DEFECTS = {
+    "an end of turn that is no EOS": (CHATML, "Answers also end at '<|im_end|>'"),
+    "no generation prompt": (base_with(HEADER, ""), "writes nothing before an answer"),
+    "system messages left out": (
+        base_with("messages -%}", "messages if m.role != 'system' -%}"),
+        "leaves out system messages",
     ),
-    "the question closed only before an answer": CHATML.replace(
-        "+ '<|im_end|>\\n' }}",
-        "}}{%- if not (loop.last and m.role == 'user') -%}{{ '<|im_end|>\\n' }}{%- endif -%}",
-        1,
+    "system messages rejected": (REFUSES_SYSTEM + BASE, "system messages rejected"),
+    "roles must alternate": (ALTERNATES + BASE, "strict alternation of roles"),
+    "no end of turn": (base_with("<end>", ""), "writes no special token after an answer"),
+    "closed only before a question": (
+        base_with(CLOSES, "}}{%- if not loop.last -%}{{ '<end>\\n' }}{%- endif -%}"),
+        "ends the user's message only if an answer follows it",
     ),
-    "the date": "{{- 'Today is ' + strftime_now('%d %b %Y') + '\\n' -}}" + CHATML,
-    "the second": "{{- strftime_now('%H:%M:%S') -}}" + CHATML,
-    "fails always": "{{ 1 // 0 }}",
-    "the user's message left out": CHATML.replace("messages -%}", "messages if m.role != 'user' -%}", 1),
-    "the last message left out": CHATML.replace("in messages", "in messages[:-1]", 1),
-    "another header than answers have": CHATML.replace(HEADER, HEADER.replace("assistant", "user")),
-    "earlier turns left out": CHATML.replace("in messages", "in messages[-2:]", 1),
-    "turns before the last two left out": CHATML.replace("in messages", "in messages[-4:]", 1),
-    "content that is a list": CHATML.replace("m.content", "(m.content | selectattr('text') | join)", 1),
+    "the question closed only before an answer": (
+        base_with(CLOSES, "}}{%- if not (loop.last and m.role == 'user') -%}{{ '<end>\\n' }}{%- endif -%}"),
+        "ends the user's message only if an answer follows it",
+    ),
+    "the date": ("{{- 'Today is ' + strftime_now('%d %b %Y') + '\\n' -}}" + BASE, "the date"),
+    "the second": ("{{- strftime_now('%H:%M:%S') -}}" + BASE, "the date"),
+    "fails always": ("{{ 1 // 0 }}", "division"),
+    "the user's message left out": (
+        base_with("messages -%}", "messages if m.role != 'user' -%}"),
+        "the user's message is not in the prompt",
+    ),
+    "the last message left out": (base_with("in messages", "in messages[:-1]"), "is not in the prompt"),
+    "another header than answers have": (
+        base_with(HEADER, HEADER.replace("assistant", "user")),
+        "ends prompts with another text",
+    ),
+    "an EOS after the generation prompt": (
+        base_with("assistant\\n", "assistant\\n<end>"),
+        "ends prompts with another text",
+    ),
+    "an end of turn after the generation prompt": (
+        base_with("assistant\\n", "assistant\\n<|im_end|>", CHATML),
+        "ends prompts with another text",
+    ),
+    "earlier turns left out": (base_with("in messages", "in messages[-2:]"), "leaves out messages"),
+    "turns before the last two left out": (
+        base_with("in messages", "in messages[-4:]"),
+        "leaves out messages",
+    ),
+    "all but the last six messages left out": (
+        base_with("in messages", "in messages[-6:]"),
+        "leaves out messages",
+    ),
+    "all but the last twenty messages left out": (
+        base_with("in messages", "in messages[-20:]"),
+        "leaves out messages",
+    ),
+    "messages in reverse": (base_with("in messages", "in messages | reverse"), "in another order"),
+    "earlier messages in reverse": (
+        base_with("in messages", "in (messages[:-1] | reverse | list) + messages[-1:]"),
+        "in another order",
+    ),
+    "earlier messages twice": (base_with("in messages", "in messages[:-1] + messages"), "several times"),
+    "content that is a list": (
+        base_with("m.content", "(m.content | selectattr('text') | join)"),
+        "answers are not in the conversation",
+    ),
+    "the first line of content only": (
+        base_with("m.content", "m.content.split('\\n')[0]"),
+        "leaves out parts of long messages",
+    ),
+    "the last line of content only": (
+        base_with("m.content", "m.content.split('\\n')[-1]"),
+        "leaves out parts of long messages",
+    ),
+    "content cut at 200 characters": (
+        base_with("m.content", "m.content[:200]"),
+        "leaves out parts of long messages",
+    ),
+    "content cut at 4,000 characters": (
+        base_with("m.content", "m.content[:4000]"),
+        "leaves out parts of long messages",
+    ),
+    "system messages cut": (
+        base_with("m.content", "(m.content[:99] if m.role == 'system' else m.content)"),
+        "leaves out parts of long messages",
+    ),
+    "a word by chance": ("{{ ['Hi', 'Hello'] | random }}" + BASE, "writes text that differs each time"),
+    "a seldom word": (
+        "{% if (range(99999) | random) + (range(99999) | random) == 0 %}Hi{% endif %}" + BASE,
+        "writes text that differs each time",
+    ),
+    "words by chance": (
+        base_with("m.content", "m.content + lipsum(1)"),
+        "writes text that differs each time",
+    ),
+    "the address of an object": (
+        base_with("m.content", "m.content + m.items | string"),
+        "writes text that differs each time",
+    ),
+    "calls left out": (base_with(CALLS, "''", TOOLS_BASE), "leaves out calls of functions"),
+    "arguments of calls left out": (
+        base_with(CALLS, "(m.tool_calls[0].function.name if m.tool_calls else '')", TOOLS_BASE),
+        "leaves out calls of functions",
+    ),
+    "results left out": (
+        base_with("messages -%}", "messages if m.role != 'tool' -%}", TOOLS_BASE),
+        "leaves out results of functions",
+    ),
+    "results cut": (
+        base_with("m.content", "(m.content[:99] if m.role == 'tool' else m.content)", TOOLS_BASE),
+        "leaves out results of functions",
+    ),
+    "calls and results left out": (
+        TOOLS.replace("<|im_end|>", "<end>") + base_with("messages -%}", "messages if m.role != 'tool' -%}"),
+        "leaves out calls and results of functions",
+    ),
 }
+DEFECTS = {defect: template for defect, (template, _) in NAMED_DEFECTS.items()}
 
 _NO_HEADER = (
     "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ m.content + '<end>' }}{%- else -%}"
@@ -50,16 +152,21 @@ _NO_HEADER = (
 )
 # By the manner.
 HEALTHY = {
-    "a generation prompt": CHATML.replace("<|im_end|>", "<end>"),
-    "a header that is always written": CHATML.replace(HEADER, "{{ '<|im_start|>assistant\\n' }}").replace(
-        "<|im_end|>", "<end>"
-    ),
+    "a generation prompt": BASE,
+    "a header that is always written": base_with(HEADER, "{{ '<|im_start|>assistant\\n' }}"),
     "the header ends the question": _NO_HEADER,  # as Mistral's
     "a space after the header": _NO_HEADER.replace("{{ m.content +", "{{ ' ' + m.content +"),  # as Llama 2's
     "a system message required": (
-        "{%- if messages[0].role != 'system' -%}{{ raise_exception('system first') }}{%- endif -%}"
-        + CHATML.replace("<|im_end|>", "<end>")
+        "{%- if messages[0].role != 'system' -%}{{ raise_exception('system first') }}{%- endif -%}" + BASE
     ),
+    "the system message before the last question": (  # as Mistral's
+        "{%- for m in messages if m.role != 'system' -%}"
+        "{%- if loop.last and messages[0].role == 'system' -%}{{ messages[0].content }}{%- endif -%}"
+        + TURN.replace("<|im_end|>", "<end>")
+        + "{%- endfor -%}"
+        + HEADER
+    ),
+    "tools, calls and results": TOOLS_BASE,
 }
 
 

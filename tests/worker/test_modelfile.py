@@ -133,11 +133,21 @@ def test_templates_that_are_written_are_those_with_fixed_texts_around_each_messa
         "a generation prompt",
         "the header ends the question",
         "a space after the header",
+        "an end of turn that is no EOS",
         "no generation prompt",
         "roles must alternate",
         "no end of turn",
         "the question closed only before an answer",
         "another header than answers have",
+        "an EOS after the generation prompt",
+        "an end of turn after the generation prompt",
+        # What these lose of long chats or write by chance, a template of fixed texts does not.
+        "all but the last six messages left out",
+        "all but the last twenty messages left out",
+        "content cut at 200 characters",
+        "content cut at 4,000 characters",
+        "system messages cut",
+        "a seldom word",
     ]
 
 

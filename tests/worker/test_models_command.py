@@ -87,9 +87,7 @@ def test_a_check_shows_the_chat_template_and_what_is_wrong_with_it(
     assert main(["models", "check"]) == 0
 
     said = capsys.readouterr().out
-    assert (
-        "template       answers end with '<|im_end|>' (not an EOS of the model), NO generation prompt" in said
-    )
+    assert "template       answers end with '<end>', NO generation prompt" in said
     assert "warning        The model's chat template writes nothing before an answer" in said
 
 

@@ -176,19 +176,41 @@ def test_calls_of_tools_are_learned() -> None:
     assert learned(pack, tokenizer) == "say red <end>"
 
 
-@pytest.mark.parametrize("key", ["tools", "tool_calls"])
+@pytest.mark.parametrize("key", ["tools", "tool calls", "results of tools"])
 def test_what_the_template_would_leave_out_of_tools_is_refused(key: str) -> None:
-    form, _ = template()
+    form, _ = template(CLOSED.replace("in messages", "in messages if m.role != 'tool'"))
     call = {"id": "1", "type": "function", "function": {"name": "say", "arguments": "{}"}}
     messages: list[dict[str, Any]] = said("please", "yes")
     row: dict[str, Any] = {"messages": messages}
     if key == "tools":
         row["tools"] = [{"type": "function", "function": {"name": "say"}}]
-    else:
+    elif key == "tool calls":
         messages[1]["tool_calls"] = [call]
+    else:
+        messages.insert(1, {"role": "tool", "tool_call_id": "1", "content": "red"})
 
-    with pytest.raises(ChatTemplateFailed, match="has no place for tool"):
+    with pytest.raises(ChatTemplateFailed, match=f"has no place for {key}:"):
         supervised_packs(row, form)
+
+
+def test_a_result_that_the_template_accepts_only_after_a_call_is_no_reason_to_refuse_a_row() -> None:
+    """As Mistral's: without the call the roles would not alternate."""
+    strict = (
+        "{% if messages[2:] and not messages[1].tool_calls %}{{ raise_exception('alternate') }}{% endif %}"
+    )
+    form, tokenizer = template(strict + WITH_TOOLS)
+    call = {"id": "1", "type": "function", "function": {"name": "say", "arguments": '{"word": "red"}'}}
+    tools = [{"type": "function", "function": {"name": "say", "parameters": {}}}]
+    messages = [
+        *said("please"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "blue"},
+        {"role": "assistant", "content": "green"},
+    ]
+
+    [pack] = supervised_packs({"messages": messages, "tools": tools}, form)
+
+    assert learned(pack, tokenizer).split()[-2:] == ["green", "<end>"]
 
 
 def test_a_pair_is_one_pack_with_the_preferred_answer_first() -> None:

@@ -14,7 +14,7 @@ from core.jobs import events
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from core.settings import Settings
-from tests.families.templates import DEFECTS, make_turn_model
+from tests.families.templates import CHATML, HEADER, make_turn_model
 from tests.hyperparameters import in_groups
 from tests.thinking import DISTILL, HYBRID, make_thinking_model
 from tests.tiny import make_byte_model
@@ -116,7 +116,7 @@ def test_arguments_of_the_template_are_defaults_of_the_delivered_one(
 def test_a_job_records_its_chat_template_fixes_its_date_and_warns_of_what_makes_answers_worse(
     run: Callable[..., Any], bench: Bench, tmp_path: Path
 ) -> None:
-    template = "{{- strftime_now('%H:%M:%S') -}}" + DEFECTS["no generation prompt"]
+    template = "{{- strftime_now('%H:%M:%S') -}}" + CHATML.removesuffix(HEADER)
     rows = [{"messages": [{"role": "user", "content": text}], "letter": "a"} for text in ("w", "x<|im_end|>")]
 
     job = run(make_turn_model(tmp_path / "model", template), rows=rows)

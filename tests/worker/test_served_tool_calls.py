@@ -22,7 +22,7 @@ from worker.serving.server import create_app
 TEMPLATE = (
     "{%- for t in tools or [] -%}[{{ t.function.name }}]{%- endfor -%}"
     "{%- for m in messages -%}{{ m.role }} {{ m.content }}"
-    "{%- for c in m.tool_calls or [] -%}{{ c.function.name }}/{{ c.function.arguments.city }}{%- endfor -%}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function.name }}/{{ c.function.arguments.values() | join }}{%- endfor -%}"
     "{%- if m.tool_call_id -%}({{ m.tool_call_id }}){%- endif -%};{%- endfor -%}"
     "{#- <tool_call> -#}"
 )
@@ -208,7 +208,9 @@ def test_a_named_function_of_an_answer_that_was_cut_in_its_thought_is_not_called
     tmp_path: Path,
 ) -> None:
     for house in serving(thinking_tokenizer(), tmp_path):
-        house.engine.tokenizer.chat_template += "{# {{ tools }} <tool_call> #}"
+        template = house.engine.tokenizer.chat_template
+        told = "{%- if tools -%}{{ tools }}{{ messages }}<tool_call>{%- endif -%}"
+        house.engine.tokenizer.chat_template = told + template
         choice = {"type": "function", "function": {"name": "weather"}}
 
         [cut] = house.say(

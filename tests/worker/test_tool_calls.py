@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from core.model_templates import tools_problem
 from core.template_messages import with_ids_for
-from core.tool_parsers import PARSED, known_tool_parser, tools_problem
+from core.tool_parsers import PARSED, known_tool_parser
+from tests.families.templates import DEFECTS, TOOLS_BASE
 from tests.tiny import tiny_tokenizer
 from worker.model.policy import render
 from worker.model.tool_calls import CallFormat, format_of
@@ -397,15 +399,26 @@ def test_the_format_of_calls_follows_from_the_chat_template(template: str | None
     [
         (None, None, ("chat_template", "tool_parser")),
         ("{{ messages }}", "hermes", ("chat_template", "tool_parser")),
-        ("{{ tools }}", None, ("chat_template", "tool_parser")),
-        ("{{ tools }}", "pythonic", ("chat_template", "tool_parser", "pythonic")),
-        ("{{ tools }}", "hermes", ()),
-        ({"default": "{{ messages }}", "tool_use": "{{ tools }}<tool_call>"}, None, ()),
+        ("{{ messages }}{# tools #}", "hermes", ("no place for tools", "chat_template", "tool_parser")),
+        ("{{ tools }}{{ messages }}", None, ("chat_template", "tool_parser")),
+        ("{{ tools }}{{ messages }}", "pythonic", ("chat_template", "tool_parser", "pythonic")),
+        ("{{ tools }}{{ messages }}", "hermes", ()),
+        ({"default": "{{ messages }}", "tool_use": "{{ tools }}{{ messages }}<tool_call>"}, None, ()),
         ({"default": "{{ messages }}"}, "hermes", ("chat_template", "tool_parser")),
-        ("{{ tools }}<tool_call>", None, ()),
+        ("{{ tools }}{{ messages }}<tool_call>", None, ()),
+        ("{{ tools }}<tool_call>", None, ("leaves calls and results of functions out", "chat_template")),
+        (DEFECTS["calls left out"], "hermes", ("leaves calls of functions out", "chat_template")),
+        (DEFECTS["results left out"], "hermes", ("leaves results of functions out", "chat_template")),
+        (DEFECTS["results cut"], "hermes", ("leaves results of functions out", "chat_template")),
+        (TOOLS_BASE, "hermes", ()),
+        ("{% if messages[0].role != 'system' %}{{ 1 // 0 }}{% endif %}" + TOOLS_BASE, "hermes", ()),
+        ("{% if eos_token + '' and tools %}{{ 1 // 0 }}{% endif %}", "hermes", ("no place for tools",)),
+        # It refuses rows and requests with tools in its own words, as it does all others.
+        ("{{ tools }}{{ 1 // 0 }}", "hermes", ()),
+        ("{{ tools }}{% broken", "hermes", ()),
     ],
 )
-def test_a_model_whose_calls_cannot_be_read_is_refused_by_what_repairs_it(
+def test_a_model_that_cannot_see_or_have_calls_is_refused_by_what_repairs_it(
     template: object, tool_parser: str | None, named: tuple[str, ...]
 ) -> None:
     problem = tools_problem("m", tool_parser, template)

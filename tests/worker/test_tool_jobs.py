@@ -36,7 +36,7 @@ ROWS = [
 TEMPLATE = (
     "{%- for t in tools or [] -%}{{ '[' + t.function.name + ']' }}{%- endfor -%}"
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
-    "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments.letter }}{%- endfor -%}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments.values() | join }}{%- endfor -%}"
     "{{ '<|im_end|>' + '\\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )

@@ -1,6 +1,6 @@
 """The chat template of a loaded tokenizer: its facts, and the tokens that end answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -11,6 +11,8 @@ from core import chat_templates
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.template_facts import TemplateFacts, find_facts
+from core.template_tools import RenderChat, lost_of_tools
+from core.tool_parsers import template_for_tools
 from worker.model.chat_tokens import special_tokens
 from worker.model.reasoning import detect
 
@@ -53,7 +55,8 @@ def facts_of(
     """
     if template is None and tokenizer.chat_template is None:
         return None
-    return _facts(tokenizer, own_stops, template or tokenizer.get_chat_template())
+    for_tools = str(template_for_tools(template or tokenizer.chat_template))
+    return _facts(tokenizer, own_stops, template or tokenizer.get_chat_template(), for_tools)
 
 
 def with_fixed_clock(settings: Settings, tokenizer: PreTrainedTokenizerBase, created_at: int) -> Settings:
@@ -75,25 +78,30 @@ def with_fixed_clock(settings: Settings, tokenizer: PreTrainedTokenizerBase, cre
 
 
 @lru_cache(maxsize=64)
-def _facts(tokenizer: PreTrainedTokenizerBase, own_stops: frozenset[int], template: str) -> TemplateFacts:
+def _facts(
+    tokenizer: PreTrainedTokenizerBase, own_stops: frozenset[int], template: str, for_tools: str
+) -> TemplateFacts:
+    reasoning = detect(tokenizer, template)
+    return find_facts(
+        _renderer(tokenizer, template),
+        template,
+        special=special_tokens(tokenizer).flagged,
+        stops=frozenset(map(str, tokenizer.convert_ids_to_tokens(sorted(own_stops)))),
+        form=None if reasoning is None else reasoning.form,
+        lost=lost_of_tools(_renderer(tokenizer, for_tools)),
+    )
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, template: str) -> RenderChat:
     # Two renderings of one conversation would differ by the second between them. Jinja takes 0.2 s for this macro.
     clock = {chat_templates.CLOCK: _EPOCH} if chat_templates.reads_clock(template) else {}
     fixed = chat_templates.with_defaults(template, clock)
 
-    def render(
-        messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool
-    ) -> str:
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: bool) -> str:
         return str(
             tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=fixed, add_generation_prompt=prompt, tokenize=False
             )
         )
 
-    reasoning = detect(tokenizer, template)
-    return find_facts(
-        render,
-        template,
-        special=special_tokens(tokenizer).flagged,
-        stops=frozenset(map(str, tokenizer.convert_ids_to_tokens(sorted(own_stops)))),
-        form=None if reasoning is None else reasoning.form,
-    )
+    return render

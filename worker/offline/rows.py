@@ -335,18 +335,28 @@ def _is_said(key: str, value: Any) -> bool:
 def _refuse_ignored_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
 ) -> None:
-    """Raises ChatTemplateFailed if the template leaves out what the row says of tools."""
-    if tools and template.render(messages, tools, False) == template.render(messages, [], False):
-        raise ChatTemplateFailed(
-            "the model's chat template has no place for tools: choose a model whose template has one."
-        )
-    silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
-    if silent != list(messages) and template.render(messages, tools, False) == template.render(
-        silent, tools, False
-    ):
-        raise ChatTemplateFailed(
-            "the model's chat template has no place for tool calls: choose a model whose template has one."
-        )
+    """Raises ChatTemplateFailed if the template renders other tools, calls or results as it renders the row's."""
+    given = (list(messages), list(tools))
+    others = {
+        "tools": (given[0], []),
+        # Not none: Mistral's templates reject a result without a call.
+        "tool calls": ([_with_other_calls(one) for one in messages], given[1]),
+        "results of tools": (
+            [{**one, "content": "7Q"} if one["role"] == "tool" else one for one in messages],
+            given[1],
+        ),
+    }
+    for name, other in others.items():
+        if other != given and template.render(*other, False) == template.render(*given, False):
+            raise ChatTemplateFailed(
+                f"the model's chat template has no place for {name}: choose a model whose template has one."
+            )
+
+
+def _with_other_calls(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    other = {"name": "call7q", "arguments": "{}"}
+    return {**message, "tool_calls": [{**call, "function": other} for call in calls]} if calls else message
 
 
 PACKS: Mapping[str, Callable[[Mapping[str, Any], ChatTemplate], list[Pack]]] = MappingProxyType(

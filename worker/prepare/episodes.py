@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session
 from core.jobs import episode_servers, lifecycle
 from core.jobs import tools as job_tools
 from core.jobs.params import TOOLS_PARAM
-from core.tool_parsers import tool_parser_of, tools_problem
+from core.model_templates import tools_problem
+from core.tool_parsers import tool_parser_of
 from graders.build import NotConfigured
 from graders.endpoint import url_problem
 from graders.sandbox.pool import refusal

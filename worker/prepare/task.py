@@ -14,9 +14,10 @@ from core.jobs.hyperparameter_groups import RATIO_TO_SAMPLER, LoraTargets, names
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
+from core.model_templates import tools_problem
 from core.response_format import stored_response_schema
 from core.results.lineage import Parent
-from core.tool_parsers import tool_parser_of, tools_problem
+from core.tool_parsers import tool_parser_of
 from graders.spec import parse_grader
 from graders.weighted_sum import weighted_parts
 from worker.attempt import Attempt

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from core.chat import ChosenTool, InternalChat, Tool
+from core.errors import NotReady
+from core.model_templates import tools_problem
 from core.response_format import response_schema
-from core.tool_parsers import tool_parser_of, tools_problem
+from core.tool_parsers import PARSED, tool_parser_of
 from core.tool_schemas import NO_ARGUMENTS, InvalidToolSchema, schema_of_calls
 from worker.model.tool_calls import CallReader
 from worker.serving.engines import EngineRefused
@@ -81,6 +83,20 @@ class NamedCall:
         return ParsedAnswer("", (Call(self.name, text),), has_short_ids=self.has_short_ids)
 
 
+def refuse_unseen_tools(
+    model: str, tool_parser: str | None, template: object, *, parsers: Sequence[str] | None = PARSED
+) -> None:
+    """Raises EngineRefused: prompts cannot have tools, as `tools_problem` says, or it could not be found out."""
+    try:
+        problem = tools_problem(model, tool_parser, template, parsers=parsers)
+    except NotReady as cause:
+        raise EngineRefused(str(cause), 503, code=cause.code, retry_after=cause.retry_after or 0) from cause
+    if problem:
+        raise EngineRefused(
+            f"Unsupported parameter: 'tools': {problem}", code="unsupported_parameter", param="tools"
+        )
+
+
 def calls_of(
     request: InternalChat, tokenizer: PreTrainedTokenizerBase, tool_parser: str | None, template: str | None
 ) -> AnswerCalls | None:
@@ -91,18 +107,15 @@ def calls_of(
         template: Jinja text in place of the tokenizer's own.
 
     Raises:
-        EngineRefused: the model's chat template has no tools, or it is not known how the model writes calls.
+        EngineRefused: the model's chat template leaves out tools, or it is not known how the model writes calls.
     """
     tools = tools_of(request)
     if not tools or request.tool_choice == "none":
         return None
     used = template or tokenizer.chat_template
-    if problem := tools_problem(request.served.base_model, tool_parser, used):
-        raise EngineRefused(
-            f"Unsupported parameter: 'tools': {problem}", code="unsupported_parameter", param="tools"
-        )
+    refuse_unseen_tools(request.served.base_model, tool_parser, used)
     parser = tool_parser_of(tool_parser, used)
-    assert parser is not None, "tools_problem refuses a model without one"
+    assert parser is not None, "a model without one is refused"
     has_short_ids = parser == "mistral"
     parallel = request.parallel_tool_calls is not False
     if isinstance(request.tool_choice, ChosenTool):

@@ -51,6 +51,7 @@ from worker.serving.prompting import (
     template_of,
 )
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied, UpstreamFailed, VllmUpstream, is_stream
+from worker.serving.tool_calls import refuse_unseen_tools
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,10 @@ class VllmModel(ABC):
         template = template_of(request, adapter) or self._template
         if template is None and self.tokenizer.chat_template is None:
             raise EngineRefused(f"{self.name} has no chat template, as is usual for a base model.")
+        calls = bool(request.tools) and request.tool_choice != "none"
+        if calls:
+            used = template or self.tokenizer.chat_template
+            refuse_unseen_tools(self.name, self.tool_parser, used, parsers=None)
         try:
             template, reasoning = reasoning_of(request, self.tokenizer, template)
         except Refusal as cause:
@@ -110,9 +115,13 @@ class VllmModel(ABC):
         longest = min(self.context, request.most_tokens or self.context)
         budget = budget_of(request, reasoning, longest)
         refuse_unenforceable(request, self.tokenizer, budget)
-        calls = bool(request.tools) and request.tool_choice != "none"
-        if calls:
-            self._refuse_calls(budget)
+        if calls and budget is not None:
+            raise EngineRefused(
+                f"'reasoning_effort' limits the length of the thoughts of {self.name}, which is not supported together "
+                "with tools.",
+                code="unsupported_parameter",
+                param="reasoning_effort",
+            )
         try:
             grammar = "" if calls else grammar_of(reasoning, Bounds(request.response_schema, budget))
         except UnsupportedTags as cause:
@@ -138,22 +147,6 @@ class VllmModel(ABC):
             body["tool_choice"] = chosen if isinstance(chosen, str) else chosen.model_dump()
             body["parallel_tool_calls"] = request.parallel_tool_calls is not False
         return body
-
-    def _refuse_calls(self, budget: int | None) -> None:
-        if self.tool_parser is None:
-            raise EngineRefused(
-                f"'tools': this server does not know how {self.name} writes calls; its operator sets tool_parser in "
-                "the model's entry of the registry.",
-                code="unsupported_parameter",
-                param="tools",
-            )
-        if budget is not None:
-            raise EngineRefused(
-                f"'reasoning_effort' limits the length of the thoughts of {self.name}, which is not supported together "
-                "with tools.",
-                code="unsupported_parameter",
-                param="reasoning_effort",
-            )
 
     def _completion(self, request: InternalCompletion, adapter: Path | None) -> dict[str, Any]:
         body = self._sampling(request, adapter, own_stop_ids(self._eos, self.tokenizer)) | {

@@ -25,7 +25,7 @@ from core.jobs.methods import OFFLINE, variant
 from core.jobs.params import FORMAT_PARAM, GRADER_PARAM, SHADOW_PARAM
 from core.jobs.tools import has_episodes, has_tools, is_played_by_agent, tools_mismatch, with_functions
 from core.jobs.verdict import NOT_HELD_OUT
-from core.model_templates import files_of, is_reasoning
+from core.model_templates import files_of, is_reasoning, tools_problem
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
 from core.registry import InvalidRegistry, Registry
@@ -35,7 +35,7 @@ from core.storage import files
 from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
-from core.tool_parsers import NO_FORMAT, tools_problem
+from core.tool_parsers import NO_FORMAT
 from graders.backends import Backends, InvalidBackends
 from graders.build import (
     EPISODE_FIELDS,
