@@ -11,8 +11,10 @@ import os
 import re
 import socket
 import sqlite3
+import ssl
 import sys
 from enum import StrEnum
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ def outage(error: BaseException) -> Resource | None:
         return found
     if isinstance(error, OSError):
         return _of_system(error)
+    if isinstance(error, IncompleteRead):
+        return Resource.NETWORK
     if type(error) is RuntimeError and isinstance(error.__context__, OSError) and error.__cause__ is None:
         return _of_system(error.__context__)  # torch.save ends a file that it could not write
     return _of_text(error)
@@ -224,7 +228,8 @@ _NO_THREAD = "can't start new thread"
 def _of_system(error: OSError) -> Resource | None:
     if isinstance(error, socket.gaierror):
         return Resource.NAMES
-    if isinstance(error, ConnectionError | TimeoutError):  # those of the stores have other classes
+    # Those of the stores have other classes. The numbers of OpenSSL are not those of the system.
+    if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError):
         return Resource.NETWORK
     if error.errno is not None:
         return _ERRNOS.get(error.errno)

@@ -169,7 +169,8 @@ class Settings(BaseSettings):
     otlp_endpoint: HttpUrlOrEmpty = Field(default="", json_schema_extra={"pattern": r"^(https?://.+)?$"})
     # Port of the Prometheus metrics (docs/howto/observability.md). Unauthenticated, so not the API's port. 0: off.
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    max_upload_bytes: int = 512 * 1024 * 1024
+    # Maximum size of a file, except of one that is uploaded in parts, and of a file that a pipeline writes.
+    max_upload_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
     # /readyz returns 503 if the disk of the SQLite database or of the blob folder has less free space. 0: never.
     min_free_bytes: int = Field(default=256 << 20, ge=0)
     # A request body that arrives more slowly than this, on average over 30 s, is rejected with 408. 0: no minimum.

@@ -26,6 +26,7 @@ from core.database.tables import Eval, EvalPage, EvalRun, File, Project, now
 from core.errors import ContentDamaged, FileNotFound, InvalidRequest
 from core.evals import catalog, imported, lifecycle, summary
 from core.evals.items import BLOCK_ROWS, MAX_ROWS, Item, blob_key, encode
+from core.masking import hide_in_foreign
 from core.storage import files
 from core.storage.datasets import LineError, read_objects
 from core.storage.uncommitted import Uncommitted
@@ -295,7 +296,7 @@ def _rows(
     made = Eval(
         id=catalog.free_eval_id(work.session, project.id, sent.id if keep_ids else ""),
         project_id=project.id,
-        name=sent.name or "",
+        name=hide_in_foreign(sent.name or ""),  # before it is stored: the audit log has it, too
         metadata_=sent.metadata,
         data_source_config=_config(_sent_fields(sent.data_source_config)),
         testing_criteria=[_sent_fields(spec) for spec in sent.testing_criteria],
@@ -348,9 +349,9 @@ def _run(sent: RunExport, project: Project, total: int) -> EvalRun:
     return EvalRun(
         project_id=project.id,
         created_at=now() if sent.created_at is None else sent.created_at,
-        name=(sent.name or "")[:256],
+        name=hide_in_foreign(sent.name or "")[:256],
         metadata_=sent.metadata,
-        model=sent.model[:512] if sent.model else None,
+        model=hide_in_foreign(sent.model)[:512] if sent.model else None,
         data_source=source,
         content=content,
         content_bytes=0 if content is None else len(to_json(content)),

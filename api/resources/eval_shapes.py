@@ -45,6 +45,8 @@ _SAMPLE = {
 # Of a sample whose run names no model or does not set the parameter: the defaults that OpenAI's API names. There is
 # none for a seed or a limit of tokens, which stay null.
 UNSET = {"model": "", "temperature": 1.0, "top_p": 1.0}
+# The code and the templates of graders (graders/types.py).
+_RUN_AS_SENT = ("source", "input", "reference")
 
 
 class EvalOut(BaseModel):
@@ -66,16 +68,18 @@ class EvalOut(BaseModel):
 
     @classmethod
     def of_eval(cls, eval_row: Eval) -> "EvalOut":
+        is_imported = _is_imported(eval_row.data_source_config)
         return cls(
             id=imported.public_id(eval_row.id),
             created_at=eval_row.created_at,
             updated_at=eval_row.updated_at,
             name=eval_row.name,
             data_source_config=_config(eval_row.data_source_config),
-            testing_criteria=[_criterion(spec) for spec in eval_row.testing_criteria],
-            metadata=hide_in_foreign(eval_row.metadata_)
-            if _is_imported(eval_row.data_source_config)
-            else eval_row.metadata_,
+            testing_criteria=[
+                _imported_criterion(spec) if is_imported else hide_secrets(spec)
+                for spec in eval_row.testing_criteria
+            ],
+            metadata=hide_in_foreign(eval_row.metadata_) if is_imported else eval_row.metadata_,
         )
 
     @classmethod
@@ -100,10 +104,20 @@ def _is_imported(config: Mapping[str, Any]) -> bool:
     return "schema" in config
 
 
-def _criterion(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A criterion without secrets. An imported one may have a type that this service does not know."""
-    hidden: dict[str, Any] = hide_secrets(spec) if spec.get("type") in GRADER_TYPES else hide_in_foreign(spec)
-    return hidden
+def _imported_criterion(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A criterion of another service without secrets, also those of fields and types that are unknown here.
+
+    The code and templates of a known grader are shown as they run, since new evals are made of them.
+    """
+    shown: dict[str, Any] = hide_in_foreign(spec)
+    if spec.get("type") in GRADER_TYPES:
+        shown |= {name: hide_secrets(spec[name]) for name in _RUN_AS_SENT if name in spec}
+    if isinstance(parts := spec.get("graders"), Mapping):
+        shown["graders"] = {
+            name: _imported_criterion(part) if isinstance(part, Mapping) else shown["graders"][name]
+            for name, part in parts.items()
+        }
+    return shown
 
 
 def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +163,8 @@ class RunOut(BaseModel):
     @classmethod
     def of_run(cls, run: EvalRun, content: list[Any] | None, *, report_url: str) -> "RunOut":
         kept = run.summary or summary.empty([])
-        hide = hide_in_foreign if "imported" in kept else hide_secrets
+        is_imported = "imported" in kept
+        hide = hide_in_foreign if is_imported else hide_secrets
         shown = hide(kept.get("imported", {}))
         counts = shown.get("result_counts") or summary.result_counts(kept)
         finished = summary.finished(kept)
@@ -171,12 +186,12 @@ class RunOut(BaseModel):
             per_testing_criteria_results=shown.get("per_testing_criteria_results")
             or summary.criteria_results(kept),
             data_source=source,
-            metadata=hide_in_foreign(run.metadata_) if "imported" in kept else run.metadata_,
+            metadata=hide_in_foreign(run.metadata_) if is_imported else run.metadata_,
             error=hide_in_foreign(run.error),
             **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
             progress={"finished": finished, "total": run.total},
             started_at=run.started_at,
-            finished_at=None if "imported" in kept else run.finished_at,
+            finished_at=None if is_imported else run.finished_at,
             estimated_finish=_estimated_finish(run, finished),
             budget=budgets.render(run.budget, kept),
             note=run.note,
@@ -248,13 +263,14 @@ class ItemOut(BaseModel):
     @classmethod
     def of_item(cls, run: EvalRun, item: Item) -> "ItemOut":
         shown = {name: value for name, value in item.items() if name != "line"}
+        hide = _hide_in_imported if "imported" in (run.summary or {}) else _without_secrets
         return cls(
             run_id=imported.public_id(run.id),
             eval_id=imported.public_id(run.eval_id),
             **shown
             | {
-                "results": [_without_secrets(result) for result in item["results"]],
-                "sample": _without_secrets(_with_defaults(item["sample"])),
+                "results": [hide(result) for result in item["results"]],
+                "sample": hide(_with_defaults(item["sample"])),
             },
         )
 
@@ -276,7 +292,7 @@ class ItemOut(BaseModel):
 
 
 def _without_secrets(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample, or the result of a grader, without the secrets of a server that an imported error may quote."""
+    """A sample, or the result of a grader, without the secrets of a server that an error may quote."""
     hidden: dict[str, Any] = hide_secrets(stored)
     for name in ("error", "reason"):
         if hidden.get(name):
@@ -284,6 +300,15 @@ def _without_secrets(stored: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(hidden.get("sample"), Mapping):  # of a judge model
         hidden["sample"] = _without_secrets(hidden["sample"])
     return hidden
+
+
+def _hide_in_imported(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample, or the result of a grader, of another service without secrets. What models said is kept."""
+    shown: dict[str, Any] = hide_in_foreign(stored)
+    shown |= {name: hide_secrets(stored[name]) for name in ("input", "output") if name in stored}
+    if isinstance(judge := stored.get("sample"), Mapping):  # of a judge model
+        shown["sample"] = _hide_in_imported(judge)
+    return shown
 
 
 def _result(criterion: Criterion, row: Row) -> dict[str, Any]:

@@ -78,11 +78,11 @@ def sender(app: Celery, unread: Callable[[], Collection[str]] = frozenset) -> Se
     """
 
     def send(task: str, queue: str, about: str = "") -> bool:
-        if queue in unread():
-            return True
         # The task takes no arguments; Flower and Celery's events show this text as its arguments.
         shown = {"argsrepr": f"({about})"} if about else {}
         try:
+            if queue in unread():  # reads a file, which may be invalid now
+                return True
             app.send_task(task, queue=queue, retry=False, ignore_result=True, **shown)
             return True
         except Exception as cause:  # each broker client has its own exceptions
@@ -95,7 +95,8 @@ def sender(app: Celery, unread: Callable[[], Collection[str]] = frozenset) -> Se
 class WakeUps:
     """Sends wake-ups from a background thread, so that no caller waits for an unavailable broker.
 
-    Duplicates of a queued wake-up are dropped. Those queued at exit are lost, and the reconciler sends them.
+    Duplicates of a queued wake-up are dropped. Those queued at exit are lost, and the reconciler sends them; so is one
+    whose `send` raises.
     """
 
     def __init__(self, send: Send) -> None:
@@ -124,4 +125,7 @@ class WakeUps:
                 self._changed.wait_for(lambda: self._waiting)
                 task, queue = next(iter(self._waiting))
                 about = self._waiting.pop((task, queue))
-            self._send(task, queue, about)
+            try:
+                self._send(task, queue, about)
+            except Exception:
+                log.exception("could not send %s(%s) to %s; the reconciler will", task, about, queue)

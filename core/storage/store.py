@@ -149,8 +149,17 @@ class NotTheStore(TemporarilyUnavailable):
 
     resource = Resource.BLOB_STORE
 
+    def __init__(self, key: str, lacks: str) -> None:
+        super().__init__(f"The response for {key!r} has no {lacks}, so it is not from an S3 store.")
+
+
+class WriteNotFound(TemporarilyUnavailable):
+    """The response to a write is 404 without a code that says whether the bucket or the upload is missing."""
+
+    resource = Resource.BLOB_STORE
+
     def __init__(self, key: str) -> None:
-        super().__init__(f"The response for {key!r} has no ETag, so it is not from an S3 store.")
+        super().__init__(f"The store has no bucket or no upload for {key!r}.")
 
 
 class FolderDenied(OSError, TemporarilyUnavailable):
@@ -446,15 +455,13 @@ class S3Blobs(BlobStore):
         connection broke.
         """
         with self._named(key):
-            answer = self._client.get_object(**self._where(key))
-        if "ETag" not in answer:
-            raise NotTheStore(key)
+            answer = _of_store(self._client.get_object(**self._where(key)), key)
         return self._resumed(key, answer, chunk_size)
 
     def size(self, key: str) -> int:
         try:
             with self._named(key):
-                return int(self._client.head_object(**self._where(key))["ContentLength"])
+                return int(_of_store(self._client.head_object(**self._where(key)), key)["ContentLength"])
         except BlobNotFound:
             # The response to a HEAD request does not say whether the key or the bucket is missing; that of a list does.
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
@@ -468,7 +475,7 @@ class S3Blobs(BlobStore):
         return (
             BlobEntry(one["Key"].removeprefix(self._prefix), one["Size"], one["LastModified"].timestamp())
             for page in pages
-            for one in page.get("Contents", [])
+            for one in _of_store(page, prefix, "Name").get("Contents", [])
             if not one["Key"].endswith("/")  # a folder of the S3 console: an empty object that is no blob
         )
 
@@ -538,14 +545,26 @@ class S3Blobs(BlobStore):
         mark = secrets.token_hex(8)
         if condition:  # otherwise the author of an existing blob does not matter
             metadata["put"] = mark
-        try:
-            self._client.put_object(
+        with self._written(info.key, mark):
+            sent = self._client.put_object(
                 **where, Body=body, Metadata=metadata, **self._checksum(body), **condition
             )
+            _of_store(sent, info.key)
+
+    @contextmanager
+    def _written(self, key: str, mark: str) -> Iterator[None]:
+        """Translate S3 errors of a write of this key; that an earlier try of ours has succeeded is no error."""
+        try:
+            yield
         except self._client.exceptions.ClientError as error:
-            if not (s3_code(error) in _TAKEN and self._is_ours(where, mark)):
-                with self._named(info.key):
-                    raise
+            code = s3_code(error)
+            if code in _ENDED and self._is_ours(self._where(key), mark):
+                return
+            if code in _TAKEN:
+                raise BlobExists(key) from error
+            if code in _MISSING:
+                raise WriteNotFound(key) from error
+            raise
 
     def _is_ours(self, where: dict[str, str], mark: str) -> bool:
         """Whether we wrote the existing blob: a retry after a lost response conflicts with its own first request."""
@@ -620,7 +639,7 @@ class S3Blobs(BlobStore):
     def _try_condition(self) -> bool:
         key = f"{SELF_TEST}/{secrets.token_hex(8)}"
         where = self._where(key)
-        self._client.put_object(**where, Body=b"")
+        _of_store(self._client.put_object(**where, Body=b""), key)
         try:
             self._client.put_object(**where, Body=b"", IfNoneMatch="*")
         except self._client.exceptions.ClientError as error:
@@ -649,7 +668,7 @@ class S3Blobs(BlobStore):
             yield
         except self._client.exceptions.ClientError as error:
             code = s3_code(error)
-            if code in ("NoSuchKey", "404"):  # a HEAD response has no body with an error code
+            if code in _MISSING:
                 raise BlobNotFound(key) from error
             if code in _TAKEN:
                 raise BlobExists(key) from error
@@ -705,7 +724,7 @@ class _S3Writer(BlobWriter):
         self._meter.add(data)
         self._buffer += data
         while len(self._buffer) > PART_BYTES:  # `commit` sends the last part, which must not be empty
-            with self._named():
+            with self._store._written(self._key, self._mark):
                 self._send(bytes(self._buffer[:PART_BYTES]))
             del self._buffer[:PART_BYTES]
 
@@ -714,7 +733,7 @@ class _S3Writer(BlobWriter):
         if self._upload is None:
             self._store._put_whole(self._where, bytes(self._buffer), info, self._condition)
             return info
-        with self._named():
+        with self._store._written(self._key, self._mark):
             self._send(bytes(self._buffer))
             self._complete(self._upload)
         self._upload = None
@@ -731,12 +750,13 @@ class _S3Writer(BlobWriter):
         """Make the blob of the parts. A store may take conditions for whole blobs only; then look whether it exists."""
         client, parts = self._store._client, {"Parts": self._done}
         try:
-            client.complete_multipart_upload(**upload, MultipartUpload=parts, **self._condition)
+            done = client.complete_multipart_upload(**upload, MultipartUpload=parts, **self._condition)
         except client.exceptions.ClientError as error:
             if not self._condition or s3_code(error) not in _NO_CONDITION:
                 raise
             self._store._refuse_existing(self._key)
-            client.complete_multipart_upload(**upload, MultipartUpload=parts)
+            done = client.complete_multipart_upload(**upload, MultipartUpload=parts)
+        _of_store(done, self._key)
 
     def _send(self, part: bytes) -> None:
         client = self._store._client
@@ -744,27 +764,13 @@ class _S3Writer(BlobWriter):
             algorithm = {"ChecksumAlgorithm": "SHA256"} if self._store._checksums else {}
             metadata = {"put": self._mark}
             begun = client.create_multipart_upload(**self._where, Metadata=metadata, **algorithm)
-            self._upload = self._where | {"UploadId": begun["UploadId"]}
+            self._upload = self._where | {"UploadId": _of_store(begun, self._key, "UploadId")["UploadId"]}
         number = len(self._done) + 1
         sent = client.upload_part(**self._upload, PartNumber=number, Body=part, **self._store._checksum(part))
-        if "ETag" not in sent:
-            raise NotTheStore(self._key)
+        _of_store(sent, self._key)
         # S3 may require the part checksums again on completion.
         checksums = {name: value for name, value in sent.items() if name in _PART_CHECKSUMS}
         self._done.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Translate S3 errors; a missing upload is not an error if we ended it."""
-        try:
-            with self._store._named(self._key):
-                yield
-        except Exception as error:
-            kind = self._store._client.exceptions.ClientError
-            cause = error if isinstance(error, kind) else error.__cause__
-            ended = isinstance(cause, kind) and s3_code(cause) in _ENDED
-            if not (ended and self._store._is_ours(self._where, self._mark)):
-                raise
 
 
 def open_blobs(
@@ -852,7 +858,15 @@ _NO_BULK_DELETE = {
 _NO_CONDITION = ("NotImplemented", "501", "InvalidArgument")
 _TAKEN = ("PreconditionFailed", "412")  # the number if the response has no body
 _ENDED = (*_TAKEN, "NoSuchUpload")
+_MISSING = ("NoSuchKey", "404")  # the number if the response has no body, as that of a HEAD request
 _UNFINISHED = ".part-"
+
+
+def _of_store(answer: dict[str, Any], key: str, field: str = "ETag") -> dict[str, Any]:
+    """A response, which has this field if it is from an S3 store."""
+    if field not in answer:
+        raise NotTheStore(key, field)
+    return answer
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -35,6 +35,9 @@ from tests.api.conftest import GRADER, House
 from tests.api.test_rollouts import row, store
 from tests.api.test_schema import DOCUMENT
 
+Operation = tuple[str, str]
+"""The method, in small letters, and the path of the OpenAPI document."""
+
 # As JSON, which has escapes for text that UTF-8 has not.
 TEXTS = {
     "a lone surrogate": '"\\ud83d"',
@@ -43,7 +46,7 @@ TEXTS = {
     "a megabyte": json.dumps("x" * (1 << 20)),
     "a number of 5,000 digits": "9" * 5000,
 }
-MULTIPART = {"/v1/files", "/v1/uploads/{upload_id}/parts"}
+MULTIPART = {("post", "/v1/files"), ("post", "/v1/uploads/{upload_id}/parts")}
 ROWS = b'{"messages": [{"role": "user", "content": "hello"}], "answer": "a"}\n'
 TUNED = "ft:tiny:acme::12345678"
 
@@ -110,39 +113,45 @@ EXPORT = {
 }
 ENDPOINT = {"name": "w", "url": "https://8.8.8.8/hook", "event_types": ["fine_tuning.job.succeeded"]}
 
-# A body for each route that has one, in the order in which they need each other, and the ids in its answer.
-EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
-    "/v1/uploads": (
+# A body for each operation that has one, in the order in which they need each other, and the ids in its answer.
+EXAMPLES: dict[Operation, tuple[Any, dict[str, str]]] = {
+    ("post", "/v1/uploads"): (
         {"filename": "a", "purpose": "fine-tune", "bytes": 3, "mime_type": "text/plain"},
         {"upload_id": "id"},
     ),
-    "/v1/uploads/{upload_id}/complete": ({"part_ids": ["{part_id}"], "md5": "d"}, {}),
-    "/v1/fine_tuning/jobs": (JOB, {"job_id": "id"}),
-    "/v1/fine_tuning/jobs/{job_id}/budget": ({"budget": {"gpu_seconds": 5}}, {}),
-    "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": (
+    ("post", "/v1/uploads/{upload_id}/complete"): ({"part_ids": ["{part_id}"], "md5": "d"}, {}),
+    ("post", "/v1/fine_tuning/jobs"): (JOB, {"job_id": "id"}),
+    ("post", "/v1/fine_tuning/jobs/{job_id}/budget"): ({"budget": {"gpu_seconds": 5}}, {}),
+    ("post", "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"): (
         {"project_ids": ["{project_id}"]},
         {"permission_id": "data.0.id"},
     ),
-    "/v1/regraft/estimate": (SMALL_JOB, {}),
-    "/v1/regraft/previews": (SMALL_JOB, {}),
-    "/v1/regraft/graders/audit": ({"grader": GRADER, "training_file": "{file_id}"}, {"audit_id": "id"}),
-    "/v1/regraft/jobs/validate": ({"job": SMALL_JOB}, {}),
-    "/v1/regraft/aliases": ({"name": "prod", "model": "tiny"}, {"alias": "name"}),
-    "/v1/regraft/files/{file_id}/profile": ({"model": "tiny", "grader": GRADER}, {}),
-    "/v1/chat/completions": ({"model": "tiny", "messages": MESSAGES, "metadata": {"team": "a"}}, {}),
-    "/v1/completions": ({"model": "tiny", "prompt": "a"}, {}),
-    "/v1/responses": ({"model": "tiny", "input": MESSAGES, "metadata": {"team": "a"}}, {}),
-    "/v1/responses/input_tokens": ({"model": "tiny", "input": MESSAGES}, {}),
-    "/v1/fine_tuning/alpha/graders/validate": ({"grader": GRADER}, {}),
-    "/v1/fine_tuning/alpha/graders/run": (
+    ("post", "/v1/regraft/estimate"): (SMALL_JOB, {}),
+    ("post", "/v1/regraft/previews"): (SMALL_JOB, {}),
+    ("post", "/v1/regraft/graders/audit"): (
+        {"grader": GRADER, "training_file": "{file_id}"},
+        {"audit_id": "id"},
+    ),
+    ("post", "/v1/regraft/jobs/validate"): ({"job": SMALL_JOB}, {}),
+    ("post", "/v1/regraft/aliases"): ({"name": "prod", "model": "tiny"}, {"alias": "name"}),
+    ("post", "/v1/regraft/files/{file_id}/profile"): ({"model": "tiny", "grader": GRADER}, {}),
+    ("post", "/v1/chat/completions"): (
+        {"model": "tiny", "messages": MESSAGES, "metadata": {"team": "a"}},
+        {},
+    ),
+    ("post", "/v1/completions"): ({"model": "tiny", "prompt": "a"}, {}),
+    ("post", "/v1/responses"): ({"model": "tiny", "input": MESSAGES, "metadata": {"team": "a"}}, {}),
+    ("post", "/v1/responses/input_tokens"): ({"model": "tiny", "input": MESSAGES}, {}),
+    ("post", "/v1/fine_tuning/alpha/graders/validate"): ({"grader": GRADER}, {}),
+    ("post", "/v1/fine_tuning/alpha/graders/run"): (
         {"grader": PYTHON | {"source": RAISES}, "model_sample": json.dumps({"a": "b"}), "item": {"a": "b"}},
         {},
     ),
-    "/v1/regraft/graders": (
+    ("post", "/v1/regraft/graders"): (
         {"name": "close", "grader": GRADER, "note": "n"},
         {"grader_name": "name", "version": "version"},
     ),
-    "/v1/regraft/graders/{grader_name}/cases": (
+    ("post", "/v1/regraft/graders/{grader_name}/cases"): (
         {
             "cases": [
                 {
@@ -155,9 +164,9 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
         },
         {"case_id": "data.0.id"},
     ),
-    "/v1/regraft/graders/{grader_name}/check": ({"grader": GRADER}, {}),
-    "/v1/regraft/jobs/{job_id}/regrade": ({"grader": GRADER, "name": "r"}, {"regrade_id": "id"}),
-    "/v1/batches": (
+    ("post", "/v1/regraft/graders/{grader_name}/check"): ({"grader": GRADER}, {}),
+    ("post", "/v1/regraft/jobs/{job_id}/regrade"): ({"grader": GRADER, "name": "r"}, {"regrade_id": "id"}),
+    ("post", "/v1/batches"): (
         {
             "input_file_id": "{batch_file_id}",
             "endpoint": "/v1/responses",
@@ -166,47 +175,50 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
         },
         {"batch_id": "id"},
     ),
-    "/v1/evals": (EVAL, {"eval_id": "id"}),
-    "/v1/evals/{eval_id}": ({"name": "eval", "metadata": {"team": "a"}}, {}),
-    "/v1/evals/{eval_id}/runs": (EVAL_RUN, {"run_id": "id"}),
-    "/v1/regraft/evals/import": (EXPORT, {}),
-    "/v1/regraft/pipelines": (
+    ("post", "/v1/evals"): (EVAL, {"eval_id": "id"}),
+    ("post", "/v1/evals/{eval_id}"): ({"name": "eval", "metadata": {"team": "a"}}, {}),
+    ("post", "/v1/evals/{eval_id}/runs"): (EVAL_RUN, {"run_id": "id"}),
+    ("post", "/v1/regraft/evals/import"): (EXPORT, {}),
+    ("post", "/v1/regraft/pipelines"): (
         {"name": "p", "metadata": {"team": "a"}, "stages": [{"name": "train", "job": SMALL_JOB}]},
         {"pipeline_id": "id"},
     ),
-    "/v1/regraft/pipelines/{pipeline_id}/clone": ({"name": "p", "metadata": {"team": "a"}}, {}),
-    "/v1/webhook_endpoints": (ENDPOINT, {"webhook_endpoint_id": "id"}),
-    "/v1/webhook_endpoints/{webhook_endpoint_id}": (ENDPOINT, {}),
-    "/v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret": (
+    ("post", "/v1/regraft/pipelines/{pipeline_id}/clone"): ({"name": "p", "metadata": {"team": "a"}}, {}),
+    ("post", "/v1/webhook_endpoints"): (ENDPOINT, {"webhook_endpoint_id": "id"}),
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}"): (ENDPOINT, {}),
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret"): (
         {"keep_old_secret_active_for_24_hours": True},
         {},
     ),
-    "/v1/webhook_endpoints/{webhook_endpoint_id}/test": ({"event_type": "x"}, {}),
-    "/v1/organization/projects/{project_id}/api_keys": (
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}/test"): ({"event_type": "x"}, {}),
+    ("post", "/v1/organization/projects/{project_id}/api_keys"): (
         {"name": "k", "scope": "read", "owner": "ana"},
         {"key_id": "id"},
     ),
-    "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate": ({"grace_hours": 1}, {}),
-    "/v1/regraft/session": ({"login_token": "t"}, {}),
-    "/v1/regraft/jobs/{job_id}/episodes/lease": ({"max": 1, "wait_s": 0}, {}),
-    "/v1/regraft/episodes/{episode_id}/v1/chat/completions": ({"model": "tiny", "messages": MESSAGES}, {}),
-    "/v1/regraft/episodes/{episode_id}/v1/responses": ({"model": "tiny", "input": "hello"}, {}),
-    "/v1/regraft/episodes/{episode_id}/complete": ({"status": "ready", "reward": 1}, {}),
+    ("post", "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate"): ({"grace_hours": 1}, {}),
+    ("post", "/v1/regraft/session"): ({"login_token": "t"}, {}),
+    ("post", "/v1/regraft/jobs/{job_id}/episodes/lease"): ({"max": 1, "wait_s": 0}, {}),
+    ("post", "/v1/regraft/episodes/{episode_id}/v1/chat/completions"): (
+        {"model": "tiny", "messages": MESSAGES},
+        {},
+    ),
+    ("post", "/v1/regraft/episodes/{episode_id}/v1/responses"): ({"model": "tiny", "input": "hello"}, {}),
+    ("post", "/v1/regraft/episodes/{episode_id}/complete"): ({"status": "ready", "reward": 1}, {}),
 }
 # Whose example is refused here, without an inference server, a browser, an agent, or an endpoint on the internet.
 REFUSED = {
-    "/v1/regraft/jobs/{job_id}/episodes/lease",
-    "/v1/regraft/episodes/{episode_id}/v1/chat/completions",
-    "/v1/regraft/episodes/{episode_id}/v1/responses",
-    "/v1/regraft/episodes/{episode_id}/complete",
-    "/v1/uploads/{upload_id}/complete",
-    "/v1/regraft/previews",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/responses/input_tokens",
-    "/v1/webhook_endpoints/{webhook_endpoint_id}/test",
-    "/v1/regraft/session",
+    ("post", "/v1/regraft/jobs/{job_id}/episodes/lease"),
+    ("post", "/v1/regraft/episodes/{episode_id}/v1/chat/completions"),
+    ("post", "/v1/regraft/episodes/{episode_id}/v1/responses"),
+    ("post", "/v1/regraft/episodes/{episode_id}/complete"),
+    ("post", "/v1/uploads/{upload_id}/complete"),
+    ("post", "/v1/regraft/previews"),
+    ("post", "/v1/chat/completions"),
+    ("post", "/v1/completions"),
+    ("post", "/v1/responses"),
+    ("post", "/v1/responses/input_tokens"),
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}/test"),
+    ("post", "/v1/regraft/session"),
 }
 
 
@@ -262,9 +274,10 @@ class Walk:
                 assert not re.search("should have|should be|after validation", content["error"]["message"])
         return answer
 
-    def post(self, path: str, body: str, keeps: Mapping[str, str]) -> int:
+    def send_body(self, operation: Operation, body: str, keeps: Mapping[str, str]) -> int:
+        method, path = operation
         headers = {"content-type": "application/json"}
-        answer = self.send("post", path.format_map(self.known), content=body, headers=headers)
+        answer = self.send(method, path.format_map(self.known), content=body, headers=headers)
         if answer.is_success and keeps:
             self.created.append(
                 self.known | {name: at(answer.json(), where) for name, where in keeps.items()}
@@ -291,7 +304,7 @@ def walk(house: House, api: TestClient) -> Walk:
 def furnished(
     house: House,
     api: TestClient,
-    examples: Mapping[str, tuple[Any, dict[str, str]]],
+    examples: Mapping[Operation, tuple[Any, dict[str, str]]],
     *,
     grader: Mapping[str, Any] = GRADER,
 ) -> Walk:
@@ -339,20 +352,20 @@ def furnished(
     walk.known |= {"job_id": job.id, "checkpoint_id": checkpoint.id, "preview_id": preview.id}
     store(house, job.id, 1)
     trained = walk.known["job_id"]
-    for path, (example, keeps) in examples.items():
-        status = walk.post(path, json.dumps(walk.named(example)), keeps)
-        assert (status < 300) != (path in REFUSED), (path, status)
-        if keeps and path not in REFUSED:
+    for operation, (example, keeps) in examples.items():
+        status = walk.send_body(operation, json.dumps(walk.named(example)), keeps)
+        assert (status < 300) != (operation in REFUSED), (operation, status)
+        if keeps and operation not in REFUSED:
             walk.known = walk.created[-1] | {"job_id": trained}
     walk.created.clear()
     return walk
 
 
-def test_every_route_that_takes_a_body_has_an_example() -> None:
+def test_every_operation_that_takes_a_body_has_an_example() -> None:
     with_body = {
-        path
+        (method, path)
         for path, found in DOCUMENT["paths"].items()
-        for operation in found.values()
+        for method, operation in found.items()
         if "requestBody" in operation
     }
 
@@ -370,9 +383,9 @@ def test_every_json_answer_of_the_api_is_of_the_class_that_can_carry_any_text(ho
 def test_any_text_can_be_sent_to_every_route_and_read_from_every_route(
     house: House, walk: Walk, literal: str
 ) -> None:
-    for path, (example, keeps) in EXAMPLES.items():
+    for operation, (example, keeps) in EXAMPLES.items():
         for body in variants(walk.named(example), literal):
-            walk.post(path, body, keeps)
+            walk.send_body(operation, body, keeps)
     walk.upload("train.jsonl", ROWS.replace(b'"a"', literal.encode()))
     text = json.loads(literal) if literal[0] == '"' else literal
     walk.upload(storable(text), ROWS)

@@ -29,8 +29,8 @@ URL = f"https://8.8.8.8/hook?version=1&api_key={SECRET}"
 ENDPOINT = {"type": "endpoint", "name": "exact", "url": URL, "headers": {"X-Key": SECRET}}
 # They need answers that are graded at once, by an endpoint on the internet.
 NOT_CALLED = {
-    "/v1/fine_tuning/alpha/graders/run",
-    "/v1/regraft/graders/{grader_name}/check",
+    ("post", "/v1/fine_tuning/alpha/graders/run"),
+    ("post", "/v1/regraft/graders/{grader_name}/check"),
 }
 
 
@@ -62,9 +62,9 @@ def walk(house: House, api: TestClient, answers: list[str]) -> Walk:
         house.app.state.service, all_backends=Backends({}, Endpoints(("8.8.8.8",)))
     )
     examples = {
-        path: (with_secrets(example), keeps)
-        for path, (example, keeps) in EXAMPLES.items()
-        if path not in NOT_CALLED | REFUSED
+        operation: (with_secrets(example), keeps)
+        for operation, (example, keeps) in EXAMPLES.items()
+        if operation not in NOT_CALLED | REFUSED
     }
     walk = furnished(house, api, examples, grader=ENDPOINT)
     error = f"503 of {URL}, sent with Authorization: Bearer {SECRET}"
@@ -93,7 +93,7 @@ def test_a_mask_in_a_url_is_not_stored(house: House, api: TestClient, walk: Walk
     grader = ENDPOINT | {"url": shown, "headers": {}}
 
     answers = [
-        api.post("/v1/webhook_endpoints", json=EXAMPLES["/v1/webhook_endpoints"][0] | {"url": shown}),
+        api.post("/v1/webhook_endpoints", json=EXAMPLES["post", "/v1/webhook_endpoints"][0] | {"url": shown}),
         api.post("/v1/regraft/graders", json={"name": "new", "grader": grader}),
     ]
 

@@ -48,20 +48,22 @@ NAMES = {
 }  # no ids, or ids of a kind that is there
 PROMPT = {"type": "template", "template": [{"role": "user", "content": "a"}]}
 ROWS = {"type": "file_content", "content": [{"item": {"answer": "4"}}]}
-# What a route that takes a body must be sent to get as far as looking for the row.
+# What an operation that takes a body must be sent to get as far as looking for the row.
 BODIES = {
-    "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
-    "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
-    "/v1/regraft/files/{file_id}/profile": {},
-    "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
-    "/v1/evals/{eval_id}": {"name": "b"},
-    "/v1/evals/{eval_id}/runs": {"data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}},
-    "/v1/regraft/jobs/{job_id}/regrade": {"grader": GRADER},
-    "/v1/regraft/jobs/{job_id}/episodes/lease": {},
-    "/v1/regraft/graders/{grader_name}/cases": {"cases": [CASE]},
-    "/v1/regraft/graders/{grader_name}/check": {"grader": GRADER},
-    "/v1/webhook_endpoints/{webhook_endpoint_id}": {"name": "b"},
-    "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
+    ("post", "/v1/uploads/{upload_id}/complete"): {"part_ids": ["part_1"]},
+    ("post", "/v1/fine_tuning/jobs/{job_id}/budget"): {"budget": None},
+    ("post", "/v1/regraft/files/{file_id}/profile"): {},
+    ("post", "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"): {"project_ids": ["proj_1"]},
+    ("post", "/v1/evals/{eval_id}"): {"name": "b"},
+    ("post", "/v1/evals/{eval_id}/runs"): {
+        "data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}
+    },
+    ("post", "/v1/regraft/jobs/{job_id}/regrade"): {"grader": GRADER},
+    ("post", "/v1/regraft/jobs/{job_id}/episodes/lease"): {},
+    ("post", "/v1/regraft/graders/{grader_name}/cases"): {"cases": [CASE]},
+    ("post", "/v1/regraft/graders/{grader_name}/check"): {"grader": GRADER},
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}"): {"name": "b"},
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}/test"): {"event_type": "fine_tuning.job.succeeded"},
 }
 
 
@@ -276,8 +278,13 @@ def queries(house: House, own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
                     yield path, parameter["name"]
 
 
-def bodies(ids: Mapping[str, str], own: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Requests of the second project that name these ids, one place at a time, beside its own."""
+def bodies(ids: Mapping[str, str], own: Mapping[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Requests of the second project that name these ids, one place at a time, beside its own: method, path, body."""
+    for path, body in posted(ids, own):
+        yield "post", path, body
+
+
+def posted(ids: Mapping[str, str], own: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     grader = {"type": "stored", "name": ids["grader_name"]}
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     job = {
@@ -348,7 +355,7 @@ def test_what_belongs_to_another_does_not_exist(house: House, rows: dict[str, st
     theirs = house.client(house.other_key)
 
     answers = {
-        (method, path): theirs.request(method, fill(path, rows), json=BODIES.get(path))
+        (method, path): theirs.request(method, fill(path, rows), json=BODIES.get((method, path)))
         for method, path in routes_with_an_id(house)
     }
 
@@ -365,7 +372,8 @@ def test_the_answer_is_the_same_as_for_what_never_was(
 
     for method, path in routes_with_an_id(house):
         foreign, absent = (
-            answer(theirs, ids, method, fill(path, ids), json=BODIES.get(path)) for ids in (rows, never)
+            answer(theirs, ids, method, fill(path, ids), json=BODIES.get((method, path)))
+            for ids in (rows, never)
         )
         assert foreign == absent, (method, path)
         assert foreign[0] in (404, 403), (method, path)
@@ -402,51 +410,54 @@ def test_foreign_ids_in_bodies_are_answered_as_ids_that_never_were(own_house: Ho
     never = {name: unknown(value) for name, value in rows.items()}
 
     foreign, absent = (
-        [answer(theirs, ids, "post", path.format(**own), json=body) for path, body in bodies(ids, own)]
+        [
+            answer(theirs, ids, method, path.format(**own), json=body)
+            for method, path, body in bodies(ids, own)
+        ]
         for ids in (rows, never)
     )
 
     assert foreign == absent
-    paths = [path for path, _ in bodies(rows, own)]
+    paths = [path for _, path, _ in bodies(rows, own)]
     accepted = {path for path, (status, _) in zip(paths, foreign, strict=True) if status < 400}
     assert accepted <= {"/v1/regraft/evals/import"}, "which keeps ids that are free in its own project"
 
 
 # Operations with a JSON body that names nothing of a project.
 WITHOUT_IDS = {
-    "/v1/uploads": "sizes and names",
-    "/v1/fine_tuning/jobs/{job_id}/budget": "a budget",
-    "/v1/evals/{eval_id}": "a name and metadata",
-    "/v1/regraft/pipelines/{pipeline_id}/clone": "stages of the pipeline itself",
-    "/v1/webhook_endpoints": "types of events",
-    "/v1/webhook_endpoints/{webhook_endpoint_id}": "types of events",
-    "/v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret": "nothing",
-    "/v1/webhook_endpoints/{webhook_endpoint_id}/test": "types of events",
-    "/v1/organization/projects/{project_id}/api_keys": "a name and a scope",
-    "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate": "a time",
-    "/v1/regraft/session": "a key, which is looked up in all projects",
-    "/v1/regraft/jobs/{job_id}/episodes/lease": "numbers",
-    "/v1/regraft/episodes/{episode_id}/v1/chat/completions": "messages",
-    "/v1/regraft/episodes/{episode_id}/v1/responses": "messages",
-    "/v1/regraft/episodes/{episode_id}/complete": "a reward",
+    ("post", "/v1/uploads"): "sizes and names",
+    ("post", "/v1/fine_tuning/jobs/{job_id}/budget"): "a budget",
+    ("post", "/v1/evals/{eval_id}"): "a name and metadata",
+    ("post", "/v1/regraft/pipelines/{pipeline_id}/clone"): "stages of the pipeline itself",
+    ("post", "/v1/webhook_endpoints"): "types of events",
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}"): "types of events",
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret"): "nothing",
+    ("post", "/v1/webhook_endpoints/{webhook_endpoint_id}/test"): "types of events",
+    ("post", "/v1/organization/projects/{project_id}/api_keys"): "a name and a scope",
+    ("post", "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate"): "a time",
+    ("post", "/v1/regraft/session"): "a key, which is looked up in all projects",
+    ("post", "/v1/regraft/jobs/{job_id}/episodes/lease"): "numbers",
+    ("post", "/v1/regraft/episodes/{episode_id}/v1/chat/completions"): "messages",
+    ("post", "/v1/regraft/episodes/{episode_id}/v1/responses"): "messages",
+    ("post", "/v1/regraft/episodes/{episode_id}/complete"): "a reward",
 }
 
 
 def test_every_operation_with_a_body_is_tried_with_foreign_ids_or_takes_none(
     house: House, rows: dict[str, str]
 ) -> None:
-    of_a_model = fill("/v1/fine_tuning/checkpoints/{checkpoint}/permissions", {"checkpoint": rows["model"]})
-    tried = {path for path, _ in bodies(rows, rows)} - {of_a_model}
+    permissions = "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"
+    of_a_model = fill(permissions, {"checkpoint": rows["model"]})
+    tried = {(method, permissions if path == of_a_model else path) for method, path, _ in bodies(rows, rows)}
     with_body = {
-        path
+        (method, path)
         for path, operations in house.app.openapi()["paths"].items()
-        for operation in operations.values()
+        for method, operation in operations.items()
         if "application/json" in operation.get("requestBody", {}).get("content", {})
     }
 
-    left = with_body - tried - {"/v1/fine_tuning/checkpoints/{checkpoint}/permissions"}
-    assert left == WITHOUT_IDS.keys()
-    assert tried <= with_body, "a path that does not exist"
+    assert with_body - tried == WITHOUT_IDS.keys()
+    assert tried <= with_body, "an operation that does not exist"
 
 
 def test_foreign_ids_in_headers_are_answered_as_ids_that_never_were(

@@ -275,9 +275,10 @@ def any_s3(request: pytest.FixtureRequest) -> tuple[Any, str]:
     return seaweed.client, seaweed.new_bucket()
 
 
+@pytest.mark.parametrize("if_absent", [False, True])
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_put_that_is_repeated_because_its_answer_was_lost_does_not_refuse_itself(
-    any_s3: tuple[Any, str], count: int
+    any_s3: tuple[Any, str], count: int, if_absent: bool
 ) -> None:
     client, name = any_s3
 
@@ -290,7 +291,7 @@ def test_a_put_that_is_repeated_because_its_answer_was_lost_does_not_refuse_itse
 
     calls = {call: send_twice(call) for call in ("put_object", "complete_multipart_upload")}
     store = S3Blobs(name, client=Request(client, **calls))
-    store.put_stream("a", megabytes(count), if_absent=True)
+    store.put_stream("a", megabytes(count), if_absent=if_absent)
 
     assert store.read("a") == b"".join(megabytes(count))
     with pytest.raises(BlobExists):

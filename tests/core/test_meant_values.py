@@ -1,9 +1,11 @@
 """A value that no operator can have meant is refused by the name of its variable, whichever setting it is."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from core.addresses import HostPort, check_is_escaped
@@ -22,6 +24,15 @@ URLS = {
     "samplers": '{{"qwen": ["http://{}"]}}',
 }
 PATHS = [name for name, field in Settings.model_fields.items() if "Path" in str(field.annotation)]
+
+
+def numbers(model: type[BaseModel]) -> Iterator[str]:
+    """The settings that may be a number, and those of a JSON object as `setting.part`."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from (f"{name}.{part}" for part in numbers(field.annotation))
+        elif re.search(r"\b(int|float)\b", str(field.annotation)):
+            yield name
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -122,12 +133,23 @@ def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert Settings() == unset
 
 
-@pytest.mark.parametrize("name", [n for n, f in Settings.model_fields.items() if f.annotation is float])
-def test_no_number_of_seconds_or_days_is_infinite(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(f"REGRAFT_{name.upper()}", "inf")
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "-1"])
+@pytest.mark.parametrize("name", [*numbers(Settings)])
+def test_no_number_is_negative_infinite_or_undefined(
+    monkeypatch: pytest.MonkeyPatch, name: str, number: str
+) -> None:
+    setting, _, part = name.partition(".")
+    monkeypatch.setenv(f"REGRAFT_{setting.upper()}", f'{{"{part}": {number}}}' if part else number)
 
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((ValidationError, SettingsError)) as invalid:
         Settings()
+
+    assert problems(untyped(invalid.value)).startswith(f"REGRAFT_{setting.upper()}{name[len(setting) :]}: ")
+
+
+def test_the_numbers_include_those_beside_a_word_and_those_in_json() -> None:
+    assert {"port", "lease_seconds", "kv_cache_gib", "max_upload_bytes"} <= {*numbers(Settings)}
+    assert {"default_limits.running_jobs", "warnings.kl_jump"} <= {*numbers(Settings)}
 
 
 @pytest.mark.parametrize(

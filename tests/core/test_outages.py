@@ -5,7 +5,9 @@ import os
 import shutil
 import socket
 import sqlite3
+import ssl
 from collections.abc import Callable, Iterator
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from core.database.engine import Database
 from core.outages import Resource, outage
 from core.registry import BaseModelEntry
 from core.scratch import scratch_folder
-from core.storage.store import BlobNotFound, StoreEmpty
+from core.storage.store import BlobExists, BlobNotFound, NotTheStore, StoreEmpty, WriteNotFound
 from tests.descriptors import no_free_descriptor
 from tests.servers import Postgres
 from tests.tiny import make_tiny_model
@@ -142,6 +144,9 @@ def s3(code: str, status: int = 400) -> ClientError:
         (ParamValidationError(report="Bucket"), None),
         (StoreEmpty(), STORE),
         (BlobNotFound("a"), None),
+        (BlobExists("a"), None),
+        (WriteNotFound("a"), STORE),
+        (NotTheStore("a", "ETag"), STORE),
         (OSError(errno.ENOSPC, "full"), DISK),
         (OSError(errno.EDQUOT, "quota"), DISK),
         (OSError(errno.EROFS, "read-only"), STORE),
@@ -153,6 +158,10 @@ def s3(code: str, status: int = 400) -> ClientError:
         (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), Resource.NAMES),
         (ConnectionResetError("cut"), NETWORK),
         (TimeoutError(), NETWORK),
+        (IncompleteRead(b"ha", 2), NETWORK),
+        (ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "EOF occurred in violation of protocol"), NETWORK),
+        (ssl.SSLError(ssl.SSL_ERROR_SYSCALL, "some I/O error occurred"), NETWORK),
+        (ssl.SSLCertVerificationError(1, "certificate verify failed: certificate has expired"), NETWORK),
         (OSError(errno.ENETUNREACH, "Network is unreachable"), NETWORK),
         (OSError(errno.ENETDOWN, "Network is down"), NETWORK),
         (OSError(errno.EHOSTDOWN, "Host is down"), NETWORK),

@@ -101,6 +101,35 @@ def test_nobody_waits_for_a_broker_and_what_waits_twice_is_sent_once() -> None:
     assert broker.got == [("run", "gpu.cpu"), *((task, "default") for task in ("validate", "run", "last"))]
 
 
+class Failing(Broker):
+    """Raises for each wake-up but the last."""
+
+    def __call__(self, task: str, queue: str, about: str = "") -> bool:
+        sent = super().__call__(task, queue, about)
+        if task != "last":
+            raise RuntimeError("a mistake of a client of a broker")
+        return sent
+
+
+def test_a_wake_up_that_cannot_be_sent_does_not_keep_the_next_from_being_sent() -> None:
+    broker = Failing()
+    broker.let.release(2)
+    wake_up = WakeUps(broker)
+
+    wake_up("run", "gpu.cpu")
+    wake_up("last", "default")
+
+    assert broker.all.wait(30)
+
+
+def test_a_hardware_file_that_has_become_invalid_is_no_error_of_a_wake_up(tmp_path: Path) -> None:
+    (tmp_path / "hardware.toml").write_text("[classes")
+    settings = Settings(hardware_file=tmp_path / "hardware.toml")
+    send = sender(open_celery("memory://", "cpu"), partial(unread_queues, settings))
+
+    assert not send(RUN, gpu_queue("cpu"))
+
+
 def test_a_broker_that_accepts_no_connection_delays_nobody() -> None:
     """Its port is there and nothing answers: the client's own patience is half a minute."""
     returned = threading.Event()

@@ -703,6 +703,8 @@ LEAKS += [
     {"type": "unheard of", "note": f"with sk-proj-{SECRET} only"},
     {"type": "unheard of", "notify": f"https://hooks.slack.com/services/T0/B0/{SECRET}"},
     {"type": "endpoint", "url": f"https://discord.com/api/webhooks/1/{SECRET}"},
+    {"type": "score_model", "key": SECRET, "client": {"key": SECRET}},
+    {"type": "score_model", "note": f"401 for Bearer {SECRET}"},
 ]
 CONFIGS = {
     "schema": {"type": "custom", "schema": {"properties": {"item": {}}}},
@@ -756,20 +758,85 @@ def test_secrets_of_an_imported_eval_are_masked_wherever_they_stand(
 ) -> None:
     schema = {"properties": {"item": ITEM_SCHEMA}}
     config = {"type": "custom", "schema": schema, "more": leak}
+    said = f"401 for Bearer {SECRET}"
     run = RUN | {
+        "name": said,
+        "model": f"https://me:{SECRET}@a.example/v1",
         "data_source": {"type": "jsonl", "source": leak | {"type": "file_id"}, "more": leak},
         "error": {"code": "a", "message": "b", "more": leak},
     }
-    made = {"data_source_config": config, "testing_criteria": [leak | {"name": "a"}]}
+    criteria = [
+        leak | {"name": "a"},
+        {
+            "type": "multi",
+            "name": "b",
+            "graders": {"key": leak, "own": {"type": "multi", "graders": {"a": leak}}},
+        },
+        {"type": "unheard of", "name": "c", "graders": {"a": leak}},
+    ]
+    made = {"name": said, "data_source_config": config, "testing_criteria": criteria}
+    sample = {"errors": [said], "request": leak, "error": leak}
+    result = {"name": "a", "message": said, "key": SECRET, "details": leak, "sample": sample}
 
-    created = send(client, made, [run])
+    created = send(client, made, [run], [ITEM | {"results": [leak | result], "sample": sample}])
 
     eval_id, [run_id] = created["eval"]["id"], created["runs"]
-    paths = [f"/evals/{eval_id}", "/evals", f"/evals/{eval_id}/runs", f"/evals/{eval_id}/runs/{run_id}"]
+    of_run = f"/evals/{eval_id}/runs/{run_id}"
+    paths = [f"/evals/{eval_id}", "/evals", f"/evals/{eval_id}/runs", of_run, f"{of_run}/output_items"]
+    paths += ["/organization/audit_logs"]
     shown = [created, *(client.get(path, cast_to=object) for path in paths)]
     assert SECRET not in json.dumps(shown)
     assert leak["type"] in json.dumps(shown)
     assert created["eval"]["data_source_config"]["schema"] == {"properties": {"item": ITEM_SCHEMA}}
+
+
+def test_what_models_said_and_what_graders_run_is_shown_as_it_was_imported(client: OpenAI) -> None:
+    """A new eval made of an exported one grades as that did, and no answer is changed."""
+    said = [{"role": "assistant", "content": "password: correct-horse"}]
+    code = "def grade(sample, item):\n    return float(sample['output_text'] == 'token: unexpected')\n"
+    python = {"type": "python", "name": "code", "source": code}
+    exact = EXACT | {"reference": "password: correct-horse"}
+    multi = {
+        "type": "multi",
+        "name": "both",
+        "graders": {"a": python, "b": exact},
+        "calculate_output": "a + b",
+    }
+    judged = JUDGED | {"input": said}
+    sample = {"input": said, "output": said, "error": None}
+    results = [
+        {"name": "exact", "score": 1.0, "passed": True, "output": said[0]["content"], "sample": sample}
+    ]
+    made = MADE | {"testing_criteria": [python, multi, judged]}
+
+    created = send(client, made, [RUN], [ITEM | {"results": results, "sample": sample}])
+
+    eval_id, [run_id] = created["eval"]["id"], created["runs"]
+    [item] = client.evals.runs.output_items.list(run_id, eval_id=eval_id).data
+    assert created["eval"]["testing_criteria"] == [python, multi, judged]
+    assert [result.to_dict() for result in item.results] == results
+    assert item.sample.to_dict() == sample
+
+
+def test_a_masked_criterion_is_run_with_what_was_imported(client: OpenAI, house: House) -> None:
+    """The mask is of what is shown, and of nothing that is stored."""
+    exact = EXACT | {"name": "for Bearer q123456", "reference": "Bearer q123456"}
+    created = send(client, MADE | {"testing_criteria": [exact]})["eval"]
+
+    run = client.evals.runs.create(
+        created["id"],
+        data_source={
+            "type": "jsonl",
+            "source": {
+                "type": "file_content",
+                "content": [{"item": {}, "sample": {"output_text": "Bearer q123456"}}],
+            },
+        },
+    )
+    house.work()
+
+    assert created["testing_criteria"][0]["name"] == "for Bearer ***"
+    assert client.evals.runs.retrieve(run.id, eval_id=created["id"]).result_counts.passed == 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def routes(house: House) -> list[Any]:
 
 def ask(client: TestClient, method: str, path: str, rows: dict[Any, Any]) -> "Response":
     query = "?runs={run_id},{run_id}" if path.endswith("/compare") else ""
-    return client.request(method, (path + query).format(**rows), json=BODIES.get(path))
+    return client.request(method, (path + query).format(**rows), json=BODIES.get((method, path)))
 
 
 def test_what_belongs_to_another_does_not_exist(house: House, rows: dict[Any, Any], client: OpenAI) -> None:
