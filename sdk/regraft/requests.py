@@ -86,9 +86,9 @@ def _job_of(
         set_path(body, change)
     method = body.get("method")
     inside = method.get("reinforcement") if isinstance(method, dict) else None
-    for name in GRADERS:
-        if isinstance(inside, dict) and isinstance(inside.get(name), str | Path):
-            inside[name] = read_grader(inside[name], folder, locate=locate)
+    for field in GRADERS:
+        if isinstance(inside, dict) and isinstance(inside.get(field), str | Path):
+            inside[field] = read_grader(inside[field], folder, locate=locate)
     uploads: dict[str, Path] = {}
     for field in FILES:
         value = body.get(field)
