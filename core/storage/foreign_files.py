@@ -270,18 +270,20 @@ def first_rows(head: bytes) -> list[dict[str, Any]]:
     text = inside.decode(encoding_of(inside), "ignore")
     if (table := csv_layout(text)) is not None:
         body = text.lstrip("\r\n ").split("\n", table.lines_before + 1)[-1]
-        cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter)
+        cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter, strict=True)
+        lines: list[list[str]] = []
         try:
-            lines = list(islice(cells, FIRST_ROWS + 1))
-        except csv.Error:
-            return []
-        if is_cut:
-            lines = lines[:-1]  # it may lack its last cells
+            for line in islice(cells, FIRST_ROWS + 1):
+                lines.append(line)
+        except csv.Error:  # a quote that is not closed, at least not in the start of the file
+            pass
+        else:
+            lines = lines[:-1] if is_cut else lines  # the last may lack cells
         return [
             {name: json_cell(name, cell) for name, cell in zip(table.columns, line, strict=False)}
             for line in lines[:FIRST_ROWS]
             if any(line)
-        ]
+        ] or [dict.fromkeys(table.columns, "")]
     rows: list[dict[str, Any]] = []
     decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
@@ -393,17 +395,21 @@ def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
     said = _SEPARATOR.match(text)
     table = text[said.end() :] if said else text
     for delimiter in said[1] if said else ",;\t|":
-        lines = io.StringIO(table, newline="")
+        lines = csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True)
         try:
-            names, *rows = islice(csv.reader(lines, delimiter=delimiter), 2)
-        except (csv.Error, ValueError):  # ValueError: there is no line
+            names = next(lines, [])
+        except csv.Error:
             continue
         columns = [name.strip() for name in names]
         named = columns[1:] if columns[:1] == [""] else columns
         if len(columns) < 2 or not all(_COLUMN.fullmatch(name) and name.isprintable() for name in named):
             continue
         is_known = is_named or bool(said) or any(name.lower() in FIELDS for name in named)
-        if len(rows[0]) == len(columns) if rows and not is_named else is_known:
+        try:
+            row = next(lines, None)
+        except csv.Error:  # a quote that is not closed, which the reader of the rows reports
+            row = None
+        if is_known if row is None or is_named else len(row) == len(columns):
             return CsvLayout(delimiter, columns, 1 if said else 0)
     name = table.partition("\n")[0].strip().strip('"')
     if name.lower() in FIELDS or (is_named and _COLUMN.fullmatch(name) and name.isprintable()):

@@ -364,9 +364,7 @@ def _is_named_csv(path: Path) -> bool:
 
 
 def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(text, delimiter=layout.delimiter)
-    numbered = ((number, cells) for number, cells in enumerate(reader, 1) if any(cells))
+    numbered = _numbered_cells(text, layout.delimiter)
     for _ in range(layout.lines_before):
         next(numbered)
     first, _ = next(numbered)
@@ -376,6 +374,9 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
     has_rows = False
     for number, cells in numbered:
         has_rows = True
+        if isinstance(cells, str):
+            yield LineError(number, cells)
+            continue
         if len(cells) != len(layout.columns):
             names = len(layout.columns)
             yield LineError(number, f"has {len(cells)} cells, and line {first} has {names} names")
@@ -390,6 +391,28 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
         yield number, row
     if not has_rows:
         raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
+
+
+def _numbered_cells(text: IO[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the cells of each row that has any, with the line of the file at which the row begins.
+
+    In place of a row with wrong quotes there is a text that says so. It is the last one: where such a row ends is
+    unknown.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            remedy = 'close the quote, or write a quote inside of a cell as ""'
+            yield number, f"has wrong quotes ({error}, at line {reader.line_num}): {remedy}"
+            return
+        if cells is None:
+            return
+        if any(cells):
+            yield number, cells
 
 
 def _is_python(name: str, value: Any) -> bool:

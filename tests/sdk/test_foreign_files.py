@@ -27,7 +27,7 @@ from regraft.literals import FileMethod
 
 from core.database.tables import File
 from core.jobs.job_files import BadFile
-from core.storage.datasets import MAX_TRAINING_ROWS
+from core.storage.datasets import MAX_LINE_BYTES, MAX_TRAINING_ROWS
 from core.storage.foreign_files import (
     ARROW_FILE,
     ARROW_STREAM,
@@ -1307,6 +1307,37 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         "rft",
         {},
         "line 3: has 1 cells, and line 1 has 2 names",
+    ),
+    "a table with a quote that is not closed": (
+        b'question,answer\r\n"1\n+ 1?",2\r\n2 + 2?,"4\r\n3 + 3?,6\r\n',
+        "rft",
+        {},
+        "line 4: has wrong quotes (unexpected end of data, at line 5): close the quote, or write a quote inside of a "
+        'cell as ""',
+    ),
+    "a table whose first row has a quote that is not closed": (
+        b'question\tanswer\n"1 + 1?\t2\n2 + 2?\t4\n',
+        "rft",
+        {},
+        "line 2: has wrong quotes (unexpected end of data, at line 3)",
+    ),
+    "a table with a quote that another row closes": (
+        b'question,answer\n1 + 1?,"2\n2 + 2?,4\n3 + 3?,"6"\n',
+        "rft",
+        {},
+        "line 2: has wrong quotes (',' expected after '\"', at line 4)",
+    ),
+    "a table with a quote that is open for the longest cell": (
+        b'question,answer\n1 + 1?,"2\n' + b"2 + 2?,4\n" * (MAX_LINE_BYTES // 9 + 1),
+        "rft",
+        {},
+        "line 2: has wrong quotes (field larger than field limit (4194304), at line 46",
+    ),
+    "a table with a short line after a cell of two lines": (
+        b'prompt,answer\n"a\nb",c\nd\n',
+        "rft",
+        {},
+        "line 4: has 1 cells, and line 1 has 2 names",
     ),
     "a table with a column twice": (
         b"prompt,label,label\na,b,c\n",
