@@ -45,7 +45,7 @@ JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
 FIRST_ROWS = 20
-_MAX_COLUMNS, _MAX_NAME = 8, 40  # of a CSV file, as a sentence shows them
+_MAX_NAMES, _MAX_NAME = 8, 40  # of the keys or columns of a file, as a sentence shows them
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ BINARY = ForeignFormat("the file is binary", "save its rows as JSONL, CSV or Par
 MARKUP = ForeignFormat(
     "the file is an HTML or XML page, such as that of a login or of an error",
     "download the data once more and look at it before the upload",
+    (),
+)
+NO_COLUMNS = ForeignFormat(
+    "the file is named as CSV, and its first line does not name columns",
+    "write the names of the columns into the first line",
     (),
 )
 LFS_POINTER = ForeignFormat("the file is a pointer of Git LFS", "download the data with `git lfs pull`", ())
@@ -168,29 +173,33 @@ _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]
 )
 
 
-def detect(chunks: Iterable[bytes]) -> ForeignFormat | None:
+def detect(chunks: Iterable[bytes], name: str = "") -> ForeignFormat | None:
     """The foreign format of a file; None: it is JSONL, with the keys of a method or with unknown ones.
 
     Reads the first 64 KiB, and the first FIRST_ROWS lines.
+
+    Args:
+        name: of the file, which decides where its content may be CSV or broken JSONL. Empty: unknown.
     """
     rest = iter(chunks)
     head = bytearray()
     while len(head) < HEAD_BYTES and (chunk := next(rest, None)) is not None:
         head += chunk
-    if (container := container_of(bytes(head))) is not None:
-        return for_rows_of(container, bytes(head))
+    if (container := container_of(bytes(head), name)) is not None:
+        return for_rows_of(container, bytes(head), name)
     first = islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)
     return format_of_rows([row[1] for row in first if isinstance(row, tuple)])
 
 
-def container_of(head: bytes) -> ForeignFormat | None:
-    """The format of a file that is not JSONL in UTF-8, by its start; None: it seems to be.
+def container_of(head: bytes, name: str = "") -> ForeignFormat | None:
+    """The format of a file that is not JSONL in UTF-8, by its start and its name; None: it seems to be.
 
     Args:
         head: the first bytes of the file, at least HEAD_BYTES of a longer one.
+        name: as in `detect`.
     """
     if (container := _of_magic(head)) is not None:
-        return _packed(container, head) or container
+        return _packed(container, head, name) or container
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
         return TAR
     encoding = encoding_of(head)
@@ -213,24 +222,33 @@ def container_of(head: bytes) -> ForeignFormat | None:
     first, *others = text.split("\r")
     if "\n" not in text and any(map(str.strip, others)) and _is_json(first):
         return CR_LINES
-    if (table := csv_layout(decoded)) is not None:
-        named = filter(None, table.columns)
-        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in named]
-        more = ", …" if len(names) > _MAX_COLUMNS else ""
-        columns = "column" if len(names) == 1 else "columns"
-        return ForeignFormat(
-            f"the file is CSV with the {columns} {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
-        )
-    return None
+    if (table := csv_layout(decoded, is_named=is_named_table(name))) is not None:
+        columns = [column for column in table.columns if column]
+        what = "column" if len(columns) == 1 else "columns"
+        return ForeignFormat(f"the file is CSV with the {what} {_listed(columns)}", _ONE_A_LINE)
+    line, end, _ = text.partition("\n")
+    is_whole = bool(end) or len(head) < HEAD_BYTES
+    return NO_COLUMNS if is_named_table(name) and is_whole and not _is_json(line) else None
 
 
-def for_rows_of(container: ForeignFormat, head: bytes) -> ForeignFormat:
+def is_named_table(name: str) -> bool:
+    """Whether a file is named as CSV, compressed or not."""
+    return _TABLE_NAME.search(name) is not None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, as a sentence shows them."""
+    shown = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:_MAX_NAMES]]
+    return ", ".join([*shown, *(["…"] if len(names) > _MAX_NAMES else [])])
+
+
+def for_rows_of(container: ForeignFormat, head: bytes, name: str = "") -> ForeignFormat:
     """The format of a file with the targets of the rows that its start has, and whether these lack prompt or answer.
 
     Args:
-        container: `container_of(head)`.
+        container: `container_of(head, name)`.
     """
-    return _fitted(container, first_rows(head)) if container.targets else container
+    return _fitted(container, first_rows(head, name)) if container.targets else container
 
 
 def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> ForeignFormat:
@@ -263,12 +281,15 @@ def _has_prompt(row: Mapping[str, Any]) -> bool:
     return not _PROMPT_FIELDS.isdisjoint(row) or {"chosen", "rejected"} <= row.keys()
 
 
-def first_rows(head: bytes) -> list[dict[str, Any]]:
-    """The first rows in a file, by its start; empty: none is read without pyarrow, or none is complete."""
+def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
+    """The first rows in a file, by its start; empty: none is read without pyarrow, or none is complete.
+
+    In place of the rows of a CSV file of which none can be read stands one with empty cells.
+    """
     inside = _uncompressed(head)
     is_cut = max(len(head), len(inside)) >= HEAD_BYTES
     text = inside.decode(encoding_of(inside), "ignore")
-    if (table := csv_layout(text)) is not None:
+    if (table := csv_layout(text, is_named=is_named_table(name))) is not None:
         body = text.lstrip("\r\n ").split("\n", table.lines_before + 1)[-1]
         cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter, strict=True)
         lines: list[list[str]] = []
@@ -280,10 +301,14 @@ def first_rows(head: bytes) -> list[dict[str, Any]]:
         else:
             lines = lines[:-1] if is_cut else lines  # the last may lack cells
         return [
-            {name: json_cell(name, cell) for name, cell in zip(table.columns, line, strict=False)}
+            {
+                column: json_cell(column, cell)
+                for column, cell in zip(table.columns, line, strict=False)
+                if column
+            }
             for line in lines[:FIRST_ROWS]
             if any(line)
-        ] or [dict.fromkeys(table.columns, "")]
+        ] or [dict.fromkeys(filter(None, table.columns), "")]
     rows: list[dict[str, Any]] = []
     decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
@@ -344,7 +369,7 @@ def _of_magic(head: bytes) -> ForeignFormat | None:
     return next((container for magic, container in _MAGIC if head.startswith(magic)), None)
 
 
-def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
+def _packed(container: ForeignFormat, head: bytes, name: str) -> ForeignFormat | None:
     """The format inside of a compressed file that `regraft convert` cannot read; None: there is none.
 
     Only of formats that Python itself uncompresses.
@@ -353,7 +378,7 @@ def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
         return None
     if _of_magic(inside) in (GZIP, XZ, BZIP2, ZSTD):
         return TWICE
-    found = container_of(inside)
+    found = container_of(inside, name)
     # A cut archive may have lost the rows after its white space.
     return found if found is not None and found is not EMPTY and not found.targets else None
 
@@ -394,30 +419,42 @@ def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
         return None
     said = _SEPARATOR.match(text)
     table = text[said.end() :] if said else text
-    for delimiter in said[1] if said else ",;\t|":
-        lines = csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True)
-        try:
-            names = next(lines, [])
-        except csv.Error:
-            continue
-        columns = [name.strip() for name in names]
+    believed: CsvLayout | None = None
+    for delimiter in (delimiters := said[1] if said else ",;\t|"):
+        columns, row = _first_cells(table, delimiter)
         named = columns[1:] if columns[:1] == [""] else columns
-        if len(columns) < 2 or not all(_COLUMN.fullmatch(name) and name.isprintable() for name in named):
+        if not named or not all(_names_column(name, is_named) for name in named):
             continue
-        is_known = is_named or bool(said) or any(name.lower() in FIELDS for name in named)
-        try:
-            row = next(lines, None)
-        except csv.Error:  # a quote that is not closed, which the reader of the rows reports
-            row = None
-        if is_known if row is None or is_named else len(row) == len(columns):
-            return CsvLayout(delimiter, columns, 1 if said else 0)
-    name = table.partition("\n")[0].strip().strip('"')
-    if name.lower() in FIELDS or (is_named and _COLUMN.fullmatch(name) and name.isprintable()):
-        return CsvLayout(",", [name], 1 if said else 0)
-    return None
+        layout = CsvLayout(delimiter, columns, 1 if said else 0)
+        is_known = is_named or any(name.lower() in FIELDS for name in named)
+        if len(columns) == 1:
+            believed = layout if is_known and delimiter == delimiters[0] else believed
+        elif row is not None and len(row) == len(columns):
+            return layout
+        elif is_named or (row is None and (is_known or said)):
+            believed = layout if believed is None or len(believed.columns) == 1 else believed
+    return believed
+
+
+def _first_cells(table: str, delimiter: str) -> tuple[list[str], list[str] | None]:
+    """The names of the columns, and the cells of the first row; None: there is none, or its quotes are wrong."""
+    lines = csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True)
+    try:
+        columns = [name.strip() for name in next(lines, [])]
+    except csv.Error:
+        return [], None
+    try:
+        return columns, next(lines, None)
+    except csv.Error:  # which the reader of the rows reports
+        return columns, None
+
+
+def _names_column(name: str, is_named: bool) -> bool:
+    return name.isprintable() and (bool(name) if is_named else _COLUMN.fullmatch(name) is not None)
 
 
 _COLUMN = re.compile(r"\w[^{}\[\]\":]*")
+_TABLE_NAME = re.compile(r"\.[ct]sv(\.(gz|xz|bz2|zst))?$", re.IGNORECASE)
 _SEPARATOR = re.compile(r'"?sep=([,;\t|])"?\r?\n', re.IGNORECASE)
 
 

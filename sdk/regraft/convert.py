@@ -46,6 +46,7 @@ from regraft._rules.foreign_files import (
     HEAD_BYTES,
     JSON_ARRAY,
     JSON_COLUMNS,
+    NO_COLUMNS,
     PARQUET,
     PRETTY_JSON,
     RESULTS,
@@ -59,6 +60,7 @@ from regraft._rules.foreign_files import (
     encoding_of,
     has_turns,
     is_labeled_completion,
+    is_named_table,
     json_cell,
     repeats_an_answer,
     rows_of_columns,
@@ -216,7 +218,7 @@ def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
         InvalidDataset: the file as a whole cannot be read.
     """
     with path.open("rb") as file:
-        container = container_of(file.read(HEAD_BYTES))
+        container = container_of(file.read(HEAD_BYTES), path.name)
     try:
         with _uncompressed(path, container) as file:
             head = file.read(HEAD_BYTES)
@@ -273,30 +275,37 @@ def _decompressor(container: ForeignFormat | None, file: IO[bytes]) -> AbstractC
 
 
 def _rows(path: Path, file: IO[bytes], head: bytes, named_encoding: str | None) -> _NumberedRows:
-    container = container_of(head)
+    container = container_of(head, path.name)
     if container is PARQUET:
         yield from _parquet_rows(file)
         return
     if container in (ARROW_FILE, ARROW_STREAM):
         yield from _arrow_rows(file, is_stream=container is ARROW_STREAM)
         return
-    is_text = container is BINARY and named_encoding is not None  # in an encoding that looks binary
+    # Text in an encoding of which the start looks like another file.
+    is_text = container in (BINARY, NO_COLUMNS) and named_encoding is not None
     if container is not None and (container in COMPRESSED.values() or not (container.targets or is_text)):
-        raise InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
+        raise _refused(container)
     encoding = named_encoding or encoding_of(head)
     # The start decides on the layout once more, without its encoding.
     start = head.decode(encoding, "ignore")
-    layout = container_of(start.encode("utf-8", "replace"))
+    layout = container_of(start.encode("utf-8", "replace"), path.name)
+    if layout is NO_COLUMNS:
+        raise _refused(layout)
     if layout in (JSON_ARRAY, PRETTY_JSON):
         yield from read_objects(json_lines(_pieces(file, encoding)))
     elif layout is CR_LINES:
         yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
-    elif (table := csv_layout(start, is_named=_is_named_csv(path))) is not None:
+    elif (table := csv_layout(start, is_named=is_named_table(path.name))) is not None:
         yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table)
     elif encoding == "utf-8-sig":
         yield from read_objects(iter(lambda: file.read(PIECE), b""))
     else:
         yield from read_objects(piece.encode("utf-8", "surrogatepass") for piece in _pieces(file, encoding))
+
+
+def _refused(container: ForeignFormat) -> InvalidDataset:
+    return InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
 
 
 def _pieces(file: IO[bytes], encoding: str) -> Iterator[str]:
@@ -357,10 +366,6 @@ def _end_of_gap(text: str, start: int) -> int:
 def _on_one_line(value: str) -> bytes:
     # Line ends inside of strings are escaped in JSON, so all others are white space.
     return value.replace("\r", " ").replace("\n", " ").encode("utf-8", "surrogatepass") + b"\n"
-
-
-def _is_named_csv(path: Path) -> bool:
-    return uncompressed_name(path).suffix.lower() in (".csv", ".tsv")
 
 
 def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:

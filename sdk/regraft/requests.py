@@ -273,7 +273,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         InvalidRequestFile: with the format that the file seems to have, if it is not JSONL.
     """
     with path.open("rb") if path.is_file() else BytesIO() as file:
-        foreign = container_of(file.read(HEAD_BYTES))
+        foreign = container_of(file.read(HEAD_BYTES), path.name)
     if foreign is not None:
         raise InvalidRequestFile(f"{path} is not JSONL: {foreign.seen}; {foreign.remedy}")
     for number, line in enumerate(_text(path, MAX_LINES_BYTES).split("\n"), start=1):

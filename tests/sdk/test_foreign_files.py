@@ -1228,6 +1228,66 @@ def test_the_name_of_a_table_is_believed_where_its_lines_differ(tmp_path: Path) 
         convert(tmp_path / "theirs.csv", "rft", tmp_path / "ours.jsonl", names={"prompt": "Frage"})
 
 
+NAMED = {
+    "one column": (
+        "theirs.csv",
+        b"Frage\n1 + 1?\n",
+        "the file is CSV with the column Frage; write one object per line",
+    ),
+    "a name with a colon": (
+        "theirs.tsv",
+        b"Frage: was?\tAntwort\n1 + 1?\t2\n",
+        "the file is CSV with the columns Frage: was?, Antwort; write one object per line",
+    ),
+    "a name with the comma of another table": (
+        "theirs.CSV",
+        b"Frage (kurz, lang);Antwort\n1 + 1?;2\n",
+        "the file is CSV with the columns Frage (kurz, lang), Antwort; write one object per line",
+    ),
+    "a short line": (
+        "theirs.csv",
+        b"Frage,Wert\na\n",
+        "the file is CSV with the columns Frage, Wert; write one object per line",
+    ),
+    "JSON that is a cell": (
+        "theirs.csv",
+        b'{"q": "1 + 1?"},2\n',
+        "the file is named as CSV, and its first line does not name columns; write the names of the columns into the "
+        "first line",
+    ),
+    "a column without a name": (
+        "theirs.csv",
+        b"a,,b\n1,2,3\n",
+        "the file is named as CSV, and its first line does not name columns; write the names of the columns into the "
+        "first line",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), NAMED.values(), ids=NAMED.keys())
+def test_the_name_of_a_file_decides_everywhere_where_its_content_may_be_a_table_or_not(
+    name: str, content: bytes, sentence: str, desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / name).write_bytes(content)
+    (desk / "job.json").write_text(json.dumps(job("reinforcement") | {"training_file": name}))
+
+    assert main(["validate", name]) == 1
+    assert capsys.readouterr().out.startswith(f"{name}: {sentence}")
+    assert main(["jobs", "create", "-f", "job.json"]) == 1
+    assert capsys.readouterr().err.startswith(f"regraft: {name}: {sentence}")
+    with pytest.raises(openai.BadRequestError, match=re.escape(sentence)):
+        client.files.create(file=desk / name, purpose="fine-tune")
+
+
+@pytest.mark.parametrize("content", [lines(*ROWS), lines(ROW | {"text": "a, b\n" * 20_000})])
+def test_rows_in_a_file_that_is_named_as_a_table_are_read_as_rows(content: bytes, desk: Path) -> None:
+    (desk / "theirs.csv").write_bytes(content)
+
+    assert detect([content], "theirs.csv") is None
+    assert main(["validate", "theirs.csv"]) == 0
+    assert convert(desk / "theirs.csv", "rft", desk / "ours.jsonl").rows == len(content.splitlines())
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_array_is_read_in_pieces_wherever_they_end(size: int) -> None:
     rows = [
