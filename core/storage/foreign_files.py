@@ -57,6 +57,7 @@ class ForeignFormat:
     targets: tuple[Target, ...] = _ANY  # what `regraft convert` makes of it
     lacks_answer: bool = False  # rows for other targets than rft need --map for it
     lacks_prompt: bool = False  # rows for all targets need --map for it
+    lacks_pair: bool = False  # rows for dpo need --map for two answers, which other fields may have
 
     def sentence(self, rows_for: str | None = None) -> str:
         """Return one or two sentences for the user: the format, and the remedy.
@@ -65,13 +66,16 @@ class ForeignFormat:
             rows_for: the method whose rows are needed; None: unknown.
         """
         target = None if rows_for is None else TARGETS[rows_for]
+        named = " --map prompt=FIELD" if self.lacks_prompt else ""
+        if target == "dpo" and self.lacks_pair:
+            command = f"regraft convert FILE --to dpo{named} --map chosen=FIELD --map rejected=FIELD"
+            return f"{self.seen}; pairs need two answers in each row: if these have them, name them with `{command}`."
         if self.targets and target is not None and target not in self.targets:
             fits = " or ".join(f"'{_METHODS[one]}'" for one in self.targets)
             what = "its rows" if self.seen.startswith("the file") else "they"
             return f"{self.seen}; {what} can become rows for method {fits}, not for '{rows_for}'."
         if not self.targets:
             return f"{self.seen}; {self.remedy}."
-        named = " --map prompt=FIELD" if self.lacks_prompt else ""
         named += " --map answer=FIELD" if self.lacks_answer and target != "rft" else ""
         command = f"regraft convert FILE --to {target or '|'.join(self.targets)}{named}"
         return f"{self.seen}; {self.remedy}. `{command}` does that."
@@ -152,6 +156,9 @@ QUESTION = ForeignFormat(
 )
 INPUT = ForeignFormat("the rows have their prompt in the key input", "write it as messages", ("rft", "sft"))
 
+# Formats that say nothing about an answer.
+_PROMPTS_ONLY = frozenset(one.seen for one in (INSTRUCTION, PROMPT, QUESTION, INPUT))
+
 _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]] = (
     (WRAPPED, lambda row: wraps_rows(row)),
     (COLUMNS, lambda row: rows_of_columns(row) is not None),
@@ -187,8 +194,18 @@ def detect(chunks: Iterable[bytes], name: str = "") -> ForeignFormat | None:
         head += chunk
     if (container := container_of(bytes(head), name)) is not None:
         return for_rows_of(container, bytes(head), name)
-    first = islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)
-    return format_of_rows([row[1] for row in first if isinstance(row, tuple)])
+    first = [*islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)]
+    rows = [row[1] for row in first if isinstance(row, tuple)]
+    known = format_of_rows([*map(_with_known_names, rows)], is_file=len(first) == 1)
+    return known or _of_unknown_keys(rows)
+
+
+def _of_unknown_keys(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
+    """The format of rows without a prompt under a known name; None: a row has one, or no key at all."""
+    if not rows or not all(rows) or any(_has_prompt(row) or _is_of_a_method(row) for row in rows):
+        return None
+    seen = f"the rows have no known key for their prompt (they have {_listed([*rows[0]])})"
+    return _fitted(ForeignFormat(seen, _AS_MESSAGES), rows)
 
 
 def container_of(head: bytes, name: str = "") -> ForeignFormat | None:
@@ -254,8 +271,8 @@ def for_rows_of(container: ForeignFormat, head: bytes, name: str = "") -> Foreig
 def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> ForeignFormat:
     """The format of what holds these rows."""
     rows = [_with_known_names(row) for row in rows]
-    if (inner := format_of_rows(rows)) is not None:
-        return replace(container, targets=inner.targets, lacks_answer=inner.lacks_answer)
+    if (inner := format_of_rows(rows, is_file=len(rows) == 1)) is not None:
+        return _with_targets_of(container, inner)
     if not rows:
         return container
     lacks_prompt = not any(map(_has_prompt, rows))
@@ -264,11 +281,30 @@ def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> Fore
     container = replace(container, lacks_prompt=lacks_prompt)
     if all(map(_has_pair, rows)):
         return container
+    container = replace(container, lacks_pair=all(_has_room_for_pair(row, lacks_prompt) for row in rows))
     if all(map(_is_answered, rows)):
         return replace(container, targets=("rft", "sft"))
     if all(len(row) > 1 for row in rows):
         return replace(container, targets=("rft", "sft"), lacks_answer=True)
     return replace(container, targets=("rft",))
+
+
+def _with_targets_of(container: ForeignFormat, inner: ForeignFormat) -> ForeignFormat:
+    return replace(
+        container,
+        targets=inner.targets,
+        lacks_answer=inner.lacks_answer,
+        lacks_prompt=inner.lacks_prompt,
+        lacks_pair=inner.lacks_pair,
+    )
+
+
+def _has_room_for_pair(row: Mapping[str, Any], lacks_prompt: bool) -> bool:
+    """Whether two fields of the row may be answers, beside one for the prompt if that is none of the known ones."""
+    free = [
+        name for name in map(str.lower, row) if name not in FIELDS or name in (*ANSWERS, "chosen", "rejected")
+    ]
+    return len(free) - lacks_prompt >= 2
 
 
 def _with_known_names(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -458,8 +494,12 @@ _TABLE_NAME = re.compile(r"\.[ct]sv(\.(gz|xz|bz2|zst))?$", re.IGNORECASE)
 _SEPARATOR = re.compile(r'"?sep=([,;\t|])"?\r?\n', re.IGNORECASE)
 
 
-def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
-    """The foreign format that all these rows have; that of functions if one row uses them."""
+def format_of_rows(rows: Sequence[Mapping[str, Any]], *, is_file: bool) -> ForeignFormat | None:
+    """The foreign format that all these rows have; that of functions if one row uses them.
+
+    Args:
+        is_file: the only row is the whole file.
+    """
     if any(map(uses_functions, rows)):
         return FUNCTIONS_OF_PAIRS if all("input" in row for row in rows) else FUNCTIONS
     if any(map(_calls_tools, rows)) and all(isinstance(row.get("conversations"), list) for row in rows):
@@ -467,15 +507,23 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
     for row_format, has_it in _ROW_FORMATS:
         if rows and all(not _is_of_a_method(row) and has_it(row) for row in rows):
             return _as_its_rows(row_format, rows[0])
+    if is_file and rows and not _is_of_a_method(rows[0]) and rows_of_columns(rows[0], is_file=True):
+        return _as_its_rows(COLUMNS, rows[0])
     return None
 
 
 def _as_its_rows(found: ForeignFormat, row: Mapping[str, Any]) -> ForeignFormat:
     """The format, with the targets of the rows that an object holds, and whether they have an answer."""
-    if found in (INSTRUCTION, PROMPT, QUESTION, INPUT) and set(ANSWERS).isdisjoint(map(str.lower, row)):
+    inside = (
+        row["data"] if found is WRAPPED else rows_of_columns(row, is_file=True) if found is COLUMNS else None
+    )
+    if inside:
+        return _fitted(found, inside[:FIRST_ROWS])
+    if "dpo" not in found.targets:
+        found = replace(found, lacks_pair=_has_room_for_pair(row, lacks_prompt=False))
+    if found.seen in _PROMPTS_ONLY and set(ANSWERS).isdisjoint(map(str.lower, row)):
         return replace(found, lacks_answer=True) if len(row) > 1 else replace(found, targets=("rft",))
-    inside = row["data"] if found is WRAPPED else rows_of_columns(row) if found is COLUMNS else None
-    return _fitted(found, inside[:FIRST_ROWS]) if inside else found
+    return found
 
 
 def is_labeled_completion(row: Mapping[str, Any]) -> bool:
@@ -502,13 +550,16 @@ def wraps_rows(row: Mapping[str, Any]) -> bool:
     return is_list and FIELDS.isdisjoint(row)
 
 
-def rows_of_columns(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def rows_of_columns(row: Mapping[str, Any], *, is_file: bool = False) -> list[dict[str, Any]] | None:
     """The rows of an object with the columns of its file, as lists or as pandas writes them; None: it is a row.
 
     In pandas' columns each value is under the index of its row: {"prompt": {"0": "a"}, "answer": {"0": "b"}}.
+
+    Args:
+        is_file: the object is the whole file, so that its keys may have any names.
     """
     columns = [*row.values()]
-    if not columns or not columns[0] or FIELDS.isdisjoint(map(str.lower, row)):
+    if not columns or not columns[0] or (FIELDS.isdisjoint(map(str.lower, row)) and not is_file):
         return None
     if all(isinstance(one, Mapping) and one.keys() == columns[0].keys() for one in columns):
         indexes = list(columns[0])

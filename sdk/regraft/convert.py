@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -223,16 +223,7 @@ def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
         with _uncompressed(path, container) as file:
             head = file.read(HEAD_BYTES)
         with _uncompressed(path, container) as file:
-            for row in _rows(path, file, head, encoding):
-                if isinstance(row, LineError):
-                    if row.message != BLANK:
-                        yield row
-                elif wraps_rows(row[1]):
-                    yield from enumerate(row[1]["data"], 1)
-                elif (of_columns := rows_of_columns(row[1])) is not None:
-                    yield from enumerate(of_columns, 1)
-                else:
-                    yield row
+            yield from _rows(path, file, head, encoding)
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8, or name its encoding, such as --encoding cp1252"
         raise InvalidDataset(
@@ -293,15 +284,32 @@ def _rows(path: Path, file: IO[bytes], head: bytes, named_encoding: str | None) 
     if layout is NO_COLUMNS:
         raise _refused(layout)
     if layout in (JSON_ARRAY, PRETTY_JSON):
-        yield from read_objects(json_lines(_pieces(file, encoding)))
+        yield from _unwrapped(read_objects(json_lines(_pieces(file, encoding))))
     elif layout is CR_LINES:
-        yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
+        pieces = (piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
+        yield from _unwrapped(read_objects(pieces))
     elif (table := csv_layout(start, is_named=is_named_table(path.name))) is not None:
         yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table)
     elif encoding == "utf-8-sig":
-        yield from read_objects(iter(lambda: file.read(PIECE), b""))
+        yield from _unwrapped(read_objects(iter(lambda: file.read(PIECE), b"")))
     else:
-        yield from read_objects(piece.encode("utf-8", "surrogatepass") for piece in _pieces(file, encoding))
+        pieces = (piece.encode("utf-8", "surrogatepass") for piece in _pieces(file, encoding))
+        yield from _unwrapped(read_objects(pieces))
+
+
+def _unwrapped(objects: _NumberedRows) -> _NumberedRows:
+    """The rows inside of objects that hold those of a file, numbered from 1, and all other rows as they are."""
+    rows = (row for row in objects if not (isinstance(row, LineError) and row.message == BLANK))
+    first = [*islice(rows, 2)]
+    for row in chain(first, rows):
+        if isinstance(row, LineError):
+            yield row
+        elif wraps_rows(row[1]):
+            yield from enumerate(row[1]["data"], 1)
+        elif (of_columns := rows_of_columns(row[1], is_file=len(first) == 1)) is not None:
+            yield from enumerate(of_columns, 1)
+        else:
+            yield row
 
 
 def _refused(container: ForeignFormat) -> InvalidDataset:

@@ -453,7 +453,7 @@ FOREIGN |= {
         NO_CONTAINER,
     ),
     "a question with its answer under another name": (
-        lines(*[{"question": "1 + 1?", "solution": "2"}] * TWELVE),
+        lines(*[{"question": "1 + 1?", "a": "2"}] * TWELVE),
         "supervised",
         "the rows have their prompt in the key question; write it as messages. `regraft convert FILE --to sft --map "
         "answer=FIELD` does that.",
@@ -465,6 +465,48 @@ FOREIGN |= {
         "the rows have their prompt in the key prompt; they can become rows for method 'reinforcement', not for "
         "'supervised'.",
         NO_CONTAINER,
+    ),
+    "unknown keys": (
+        lines(*[{"q": "1 + 1?", "a": "2"}] * TWELVE),
+        "supervised",
+        "the rows have no known key for their prompt (they have q, a); write them as messages. `regraft convert FILE "
+        "--to sft --map prompt=FIELD --map answer=FIELD` does that.",
+        NO_CONTAINER,
+    ),
+    "a known key with a capital": (
+        lines(*[{"Messages": ROW["messages"], "answer": "2"}] * TWELVE),
+        "reinforcement",
+        "the rows have no known key for their prompt (they have Messages, answer); write them as messages. "
+        f"{does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns with unknown names": (
+        json.dumps({"q": [f"{n}?" for n in range(TWELVE)], "a": ["b"] * TWELVE}).encode(),
+        "supervised",
+        "the file is one JSON object with its columns; write one object per line. `regraft convert FILE --to sft "
+        "--map prompt=FIELD --map answer=FIELD` does that.",
+        NO_CONTAINER,
+    ),
+    "columns of pandas with unknown names": (
+        json.dumps({name: {str(n): name for n in range(TWELVE)} for name in ("q", "a", "b")}).encode(),
+        "dpo",
+        "the file is one JSON object with its columns; pairs need two answers in each row: if these have them, name "
+        "them with `regraft convert FILE --to dpo --map prompt=FIELD --map chosen=FIELD --map rejected=FIELD`.",
+        NO_CONTAINER,
+    ),
+    "a table with two unknown columns for preferences": (
+        b"question,a,b\n" + b"1 + 1?,2,3\n" * TWELVE,
+        "dpo",
+        "the file is CSV with the columns question, a, b; pairs need two answers in each row: if these have them, name "
+        "them with `regraft convert FILE --to dpo --map chosen=FIELD --map rejected=FIELD`.",
+        True,
+    ),
+    "a table with one answer for preferences": (
+        b"q,a\n" + b"1 + 1?,2\n" * TWELVE,
+        "dpo",
+        "the file is CSV with the columns q, a; its rows can become rows for method 'reinforcement' or 'supervised', "
+        "not for 'dpo'.",
+        True,
     ),
     "a tar archive": (a_tar("w"), "reinforcement", "the file is a tar archive; unpack it.", True),
     "a compressed archive": (a_tar("w:gz"), "reinforcement", "the file is a tar archive; unpack it.", True),
@@ -541,7 +583,7 @@ def test_a_foreign_file_is_named_in_one_sentence_everywhere(
         with pytest.raises(openai.BadRequestError) as refused:
             client.files.create(file=path, purpose="fine-tune")
         assert refused.value.code == "invalid_file_format"
-        assert sentence.split(".")[0] in refused.value.message
+        assert sentence.split(";")[0] in refused.value.message
     else:
         file = client.files.create(file=path, purpose="fine-tune")
         assert client.profile(file.id, method=method).foreign_format == sentence
@@ -555,7 +597,9 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
     path.write_bytes(content)
     target = TARGETS[method]
     if f"--to {target}" not in sentence:
-        with pytest.raises(ValueError, match=f"has no (two answers|answer)|{re.escape(sentence[:30])}"):
+        with pytest.raises(
+            ValueError, match=f"has no (two answers|answer|prompt)|{re.escape(sentence[:30])}"
+        ):
             convert(path, target, tmp_path / "ours.jsonl")
         assert not (tmp_path / "ours.jsonl").exists()
         return
@@ -568,8 +612,9 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
 
 
 def told(sentence: str) -> dict[str, str]:
-    """What a user writes for FIELD, in the one file whose sentence asks for it."""
-    return {"answer": "solution"} if "--map answer=FIELD" in sentence else {}
+    """What a user writes for FIELD, in the files whose sentences ask for it."""
+    fields = {"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}
+    return {name: field for name, field in fields.items() if f"--map {name}=FIELD" in sentence}
 
 
 @table
@@ -585,7 +630,7 @@ def test_each_command_that_the_sentence_about_rows_names_works(
     needs_pyarrow = found in (PARQUET, ARROW_FILE, ARROW_STREAM, ZSTD)
     for target in () if needs_pyarrow else found.targets:
         assert f"{target}" in found.sentence()
-        names = told(found.sentence()) if target != "rft" else {}
+        names = told(found.sentence())
         assert convert(path, target, tmp_path / f"{target}.jsonl", names=names).rows > 0
 
 
@@ -1582,7 +1627,8 @@ def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, clien
             json.dumps({"data": ROWS}),
             ' the file is one JSON object with its rows in {"data": [...]}; write one',
         ),
-        (lines({"text": "a"}).decode(), "1: messages: is missing"),
+        (lines({"text": "a"}).decode(), " the rows have no known key for their prompt (they have text);"),
+        (lines(ROW, {"text": "a"}).decode(), "2: messages: is missing"),
     ],
 )
 def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
@@ -1592,6 +1638,17 @@ def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
 
     assert main(["validate", "train.json"]) == 1
     assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+def test_lists_of_one_length_in_a_row_among_others_are_no_columns(tmp_path: Path) -> None:
+    rows = [{"q": ["1 + 1?", "x"], "a": ["2", "y"]}, {"q": ["2 + 2?", "x"], "a": ["4", "y"]}]
+    names = {"prompt": "q[0]", "answer": "a[0]"}
+
+    made = convert_text(tmp_path, lines(*rows), "rft", **names)
+    [alone] = convert_text(tmp_path, as_parquet(rows[0]), "rft", **names)
+
+    assert [row["answer"] for row in made] == ["2", "4"]
+    assert alone["answer"] == "2"
 
 
 @pytest.mark.parametrize("indent", [None, 2])
