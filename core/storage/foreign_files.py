@@ -357,13 +357,22 @@ def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
 
 
 def json_cell(column: str, cell: str) -> Any:
-    """The value of a cell of a CSV file; those of JSON_COLUMNS are JSON."""
-    if column.lower() not in JSON_COLUMNS:
+    """The value of a cell of a CSV file: of a JSON text in JSON_COLUMNS, or of messages as JSON in any column."""
+    is_json_column = column.lower() in JSON_COLUMNS
+    if not is_json_column and not _LIST_OF_OBJECTS.match(cell):
         return cell
     try:
-        return json.loads(cell)
-    except ValueError:
+        value = json.loads(cell)
+    except (ValueError, RecursionError):
         return cell
+    return value if is_json_column or has_turns(value) or _has_roles(value) else cell
+
+
+def _has_roles(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
 # An object after what may stand between rows.

@@ -67,6 +67,7 @@ from regraft._rules.foreign_files import (
     truth_of,
     wraps_rows,
 )
+from regraft._rules.message_rows import kind
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import atomic_file
 from regraft.tables import UNREADABLE, Table, arrow_rows, python_scalar, rereadable, table_rows
@@ -84,6 +85,11 @@ _ROLES = {
 }
 _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
 _SYSTEMS = ("system", "system_prompt")
+# Fields of a row that are one text, and those that are lists.
+_TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), ("messages", "conversations", "history")
+_PYTHON_MESSAGES = re.compile(r"\s*\[\{'(role|from|content|value)'.*\}\]\s*", re.DOTALL)
+_PROMPTS = ("prompt", "question", "input")
+_WRITTEN = (date, time, Decimal)  # values of tables that JSON has as texts
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _BAD_ANSWER, _NO_ANSWER = "whose label is false", "without an answer"
 # Suffixes of compressed files, by their format.
@@ -471,13 +477,35 @@ def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     """The row with the fields of the source under the names that are wanted."""
-    taken = {target: _value_at(row, source) for target, source in names.items()}
+    taken = {target: _mapped(target, source, _value_at(row, source)) for target, source in names.items()}
     rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
     made = taken | rest
     for name in rest:
         if (field := name.lower()) in FIELDS and field not in made:  # such as Question
             made[field] = made.pop(name)
     return made
+
+
+def _mapped(target: str, source: str, value: Any) -> Any:
+    """The value that --map gives a field of the row, as that field needs it.
+
+    Raises:
+        CannotConvert: it has no text, or no messages, where the field needs them.
+    """
+    if value is None:
+        return None
+    if target in _LISTS:
+        found = json_cell(target, value) if isinstance(value, str) else value
+        if not isinstance(found, list):
+            raise CannotConvert(
+                f"has in {source} {kind(found)}, and {target} is a list of messages, or JSON of one"
+            )
+        return found
+    if target not in _TEXTS:
+        return value
+    if isinstance(value, list | Mapping):
+        raise CannotConvert(f"has in {source} {kind(value)}, and {target} is a text")
+    return _text(value)
 
 
 _PATH = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -735,18 +763,38 @@ def _prompt(rest: Row) -> list[Message]:
     if "instruction" in rest:
         parts = [_text(rest.pop("instruction")), _text(rest.pop("input", None) or "")]
         return _messages_of_prompt("\n\n".join(part for part in parts if part), rest)
-    for name in ("prompt", "question", "input"):
-        if isinstance(rest.get(name), str | list):
-            return _messages_of_prompt(rest.pop(name), rest)
+    given = {name: rest[name] for name in _PROMPTS if rest.get(name) is not None}
+    plain = [name for name, value in given.items() if not isinstance(value, Mapping)]
+    for name in sorted(plain, key=lambda name: not isinstance(given[name], str | list))[:1]:
+        return _messages_of_prompt(_text_or_messages(name, rest.pop(name)), rest)
     shared: list[Message] = []
     if _cut_prompt(shared, rest):
         return shared
+    for name in given:
+        return _messages_of_prompt(_text_or_messages(name, rest.pop(name)), rest)
+    nothing = next((name for name in _PROMPTS if name in rest), None)
+    if nothing is not None:
+        raise CannotConvert(f"has null in {nothing}")
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 
 
-def _messages_of_prompt(prompt: Any, rest: Row) -> list[Message]:
+def _text_or_messages(name: str, value: Any) -> str | list[Any]:
+    """A prompt or an answer: the text of a text, a number or a boolean, or the messages of a list or of one message."""
+    messages = [value] if isinstance(value, Mapping) else value
+    if isinstance(messages, list):
+        if all(isinstance(one, Mapping) and not one.keys().isdisjoint(("role", "from")) for one in messages):
+            return _turns(messages) if has_turns(messages) else list(messages)
+        one_text = f"; for one text of it use --map {name}=FIELD[0]" if isinstance(value, list) else ""
+        raise CannotConvert(f"has in {name} {kind(value)} that is no text and no messages{one_text}")
+    text = _text(value)
+    if _PYTHON_MESSAGES.fullmatch(text):
+        raise CannotConvert(f"has in {name} a list as Python prints it: write it with json.dumps")
+    return text
+
+
+def _messages_of_prompt(prompt: str | list[Any], rest: Row) -> list[Message]:
     """The messages of a prompt, with the context and the earlier turns that its row has beside it."""
-    messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     context = rest.get("context")
     last = messages[-1] if messages else None
     if isinstance(context, str) and isinstance(last, Mapping) and isinstance(last.get("content"), str):
@@ -893,22 +941,15 @@ def _turn(turn: Any) -> Message:
     return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
 
 
-def _answer(value: Any) -> list[Message]:
-    """The messages of an answer: a text, a message or a list of messages."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return _turns(value) if has_turns(value) else list(value)
-    if isinstance(value, Mapping):
-        return _turns([value]) if has_turns([value]) else [dict(value)]
-    return [{"role": "assistant", "content": _text(value)}]
-
-
 def _answer_to_prompt(rest: Row, name: str) -> list[Message]:
     """Take the messages of an answer out of this field of a row."""
-    answer = _answer(rest.pop(name))
-    roles = [*map(_role, answer)]
+    given = _text_or_messages(name, rest.pop(name))
+    if isinstance(given, str):
+        return [{"role": "assistant", "content": given}]
+    roles = [*map(_role, given)]
     if "user" in roles or roles[-1:] != ["assistant"]:
         raise CannotConvert(f"has in {name} other messages than the answer to its prompt")
-    return answer
+    return given
 
 
 def _text(value: Any) -> str:
@@ -918,7 +959,10 @@ def _text(value: Any) -> str:
         return _text(value[0].get("content", value[0].get("text")))
     if value is None or isinstance(value, list | Mapping):
         raise CannotConvert("has an answer or a prompt that is not one text")
-    return json.dumps(value)
+    try:
+        return str(value) if isinstance(value, _WRITTEN) else json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise CannotConvert(f"has an answer or a prompt that is no text: {value!r:.40}") from None
 
 
 def _tools_of(row: Row) -> Row:
@@ -996,7 +1040,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, date | time | Decimal):
+    if isinstance(value, _WRITTEN):
         return str(value)
     if (scalar := python_scalar(value)) is not value:
         return scalar

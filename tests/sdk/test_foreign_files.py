@@ -11,6 +11,8 @@ import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -927,6 +929,39 @@ CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
         {"prompt": "task", "answer": "label"},
         {"messages": [USER], "answer": 2, "page": 7},
     ),
+    "a prompt and an answer that are numbers": (
+        {"task": 11, "label": 2},
+        "sft",
+        {"prompt": "task", "answer": "label"},
+        {"messages": [{"role": "user", "content": "11"}, ANSWER]},
+    ),
+    "answers that are numbers, and one message as the prompt": (
+        {"task": USER, "good": 2, "bad": 3},
+        "dpo",
+        {"prompt": "task", "chosen": "good", "rejected": "bad"},
+        PAIR,
+    ),
+    "a system message and a context that are numbers": (
+        {"task": "1 +", "rest": 5, "how": 8, "label": "2"},
+        "rft",
+        {"prompt": "task", "context": "rest", "system": "how", "answer": "label"},
+        {
+            "messages": [{"role": "system", "content": "8"}, {"role": "user", "content": "1 +\n\n5"}],
+            "answer": "2",
+        },
+    ),
+    "messages in a text of JSON": (
+        {"chat": json.dumps([USER]), "label": "2"},
+        "rft",
+        {"messages": "chat", "answer": "label"},
+        ROW,
+    ),
+    "turns of ShareGPT under another name": (
+        {"chat": [{"from": "human", "value": "1 + 1?"}], "label": "2"},
+        "rft",
+        {"prompt": "chat", "answer": "label"},
+        ROW,
+    ),
     "paths into fields": (
         {"task": {"text": ["1 + 1?"]}, "reward.model": {"ground_truth": "2"}},
         "rft",
@@ -1252,6 +1287,97 @@ def test_tables_of_common_programs_are_recognized_and_converted(
     assert found is not None
     assert found.seen.lower() == f"the file is csv with the columns {prompt}, {answer}".lower()
     assert convert_text(tmp_path, content.encode(), "rft", **names) == [{"messages": [USER], "answer": "2"}]
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_the_messages_in_a_column_of_json_are_read_whatever_its_name(name: str, tmp_path: Path) -> None:
+    content = table_of([{"chat": [USER], "label": "2"}])
+
+    assert convert_text(tmp_path, content, "rft", **{name: "chat", "answer": "label"}) == [ROW]
+
+
+NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {
+    "texts in the prompt": (
+        {"q": ["1 + 1?"], "answer": "2"},
+        "rft",
+        {"prompt": "q"},
+        "has in prompt a list that is no text and no messages; for one text of it use --map prompt=FIELD[0]",
+    ),
+    "an object in the prompt": (
+        {"q": {"text": "1 + 1?"}, "answer": "2"},
+        "rft",
+        {"prompt": "q"},
+        "has in prompt an object that is no text and no messages",
+    ),
+    "null in the prompt": ({"q": None, "answer": "2"}, "rft", {"prompt": "q"}, "has null in prompt"),
+    "texts in the answer": (
+        {"prompt": "1 + 1?", "a": ["2"]},
+        "sft",
+        {"answer": "a"},
+        "has in answer a list that is no text and no messages; for one text of it use --map answer=FIELD[0]",
+    ),
+    "numbers in a preferred answer": (
+        {"prompt": "1 + 1?", "a": [2], "b": "3"},
+        "dpo",
+        {"chosen": "a", "rejected": "b"},
+        "has in chosen a list that is no text and no messages",
+    ),
+    "an object in an answer": (
+        {"prompt": "1 + 1?", "a": {"value": 2}},
+        "sft",
+        {"answer": "a"},
+        "has in answer an object that is no text and no messages",
+    ),
+    "a list in the system message": (
+        {"prompt": "1 + 1?", "s": ["Be brief."]},
+        "rft",
+        {"system": "s"},
+        "has in s a list, and system is a text",
+    ),
+    "a number in the earlier turns": (
+        {"prompt": "1 + 1?", "h": 4},
+        "rft",
+        {"history": "h"},
+        "has in h a number, and history is a list of messages, or JSON of one",
+    ),
+    "a text in the messages": (
+        {"q": "1 + 1?"},
+        "rft",
+        {"messages": "q"},
+        "has in q a string, and messages is a list of messages, or JSON of one",
+    ),
+    "messages as Python prints them": (
+        {"q": str([USER])},
+        "rft",
+        {"prompt": "q"},
+        "has in prompt a list as Python prints it: write it with json.dumps",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "target", "names", "words"), NOT_TEXT.values(), ids=NOT_TEXT.keys())
+@pytest.mark.parametrize("put", [lines, as_parquet], ids=["JSONL", "Parquet"])
+def test_a_value_that_is_no_text_is_refused_by_the_name_of_its_field(
+    row: dict[str, Any],
+    target: Target,
+    names: dict[str, str],
+    words: str,
+    put: Callable[..., bytes],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidDataset, match=re.escape(f"line 1: {words}")):
+        convert_text(tmp_path, put(row), target, **names)
+
+
+def test_dates_and_times_are_texts_and_bytes_are_none(tmp_path: Path) -> None:
+    row = {"prompt": "When?", "day": date(2026, 11, 28), "sum": Decimal("1.50"), "image": b"x"}
+
+    [day] = convert_text(tmp_path, as_parquet(row), "sft", answer="day")
+    [total] = convert_text(tmp_path, as_parquet(row), "sft", answer="sum")
+
+    assert [made["messages"][1]["content"] for made in (day, total)] == ["2026-11-28", "1.50"]
+    with pytest.raises(InvalidDataset, match="line 1: has an answer or a prompt that is no text: b'x'"):
+        convert_text(tmp_path, as_parquet(row), "sft", answer="image")
 
 
 def test_a_table_with_one_column_is_recognized_by_its_name_or_by_that_of_the_file(tmp_path: Path) -> None:
