@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from regraft._rules.datasets import unique_keys
 from regraft._rules.foreign_files import HEAD_BYTES, container_of
 from regraft._rules.masking import masked_path
+from regraft._rules.system_errors import file_problem
 
 FILES = ("training_file", "validation_file")
 GRADERS = ("grader", "shadow_grader")
@@ -359,8 +360,8 @@ def _text(path: Path, most: int) -> str:
             raise InvalidRequestFile(f"{path}: has more than {most >> 20} MiB")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        reason = cause.strerror if isinstance(cause, OSError) else "it is not UTF-8"
-        raise InvalidRequestFile(f"{path}: {reason}") from cause
+        is_system = isinstance(cause, OSError)
+        raise InvalidRequestFile(file_problem(cause) if is_system else f"{path}: it is not UTF-8") from cause
 
 
 def _parsers(path: Path) -> Any:

@@ -123,7 +123,7 @@ def test_values_are_json_or_text() -> None:
             'training_file = "none.jsonl"',
             r"job\.toml: training_file: no such file: .*none\.jsonl",
         ),
-        ("job.toml", 'grader = "none.py"', r"none\.py: No such file"),
+        ("job.toml", 'grader = "none.py"', r"none\.py does not exist"),
         (
             "job.toml",
             "grader = {}\n[method.reinforcement]\ngrader = {}",

@@ -15,6 +15,7 @@ from core.outages import Resource, outage
 from core.settings import Settings
 from core.storage import backup
 from core.storage.store import setting_of
+from core.system_errors import file_problem
 from worker.cli.parser import UsageError
 from worker.cli.service import check_blobs, configured, database_fails, open_blobs_of
 
@@ -55,8 +56,10 @@ def _refusals(settings: Settings) -> Iterator[None]:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     except DBAPIError as cause:
         raise database_fails(settings, cause) from cause
-    except (backup.BackupFailed, OSError) as refused:
+    except backup.BackupFailed as refused:
         raise UsageError(str(refused)) from refused
+    except OSError as cause:
+        raise UsageError(file_problem(cause)) from cause
     except Exception as cause:  # of S3's library
         setting = setting_of(cause, settings)
         if setting is None and outage(cause) is not Resource.BLOB_STORE:
