@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from core.reloaded import Reloaded
+from core.system_errors import file_problem
 
 SamplerChoice = Literal["registry", "transformers", "vllm"]
 # The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
@@ -86,7 +87,9 @@ class Hardware(BaseModel):
                 for error in invalid.errors(include_url=False)
             )
             raise InvalidHardware(f"{file}: {'; '.join(problems)}") from None
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        except OSError as cause:
+            raise InvalidHardware(file_problem(cause)) from cause
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
             raise InvalidHardware(f"{file}: {cause}") from cause
 
     def of(self, gpu_class: str) -> GpuClass:

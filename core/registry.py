@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from core import chat_templates
 from core.errors import ModelNotFound, TunedModelNotFound
 from core.reloaded import Reloaded
+from core.system_errors import file_problem
 
 SamplerName = Literal["transformers", "vllm"]
 Device = Literal["cpu", "cuda"]
@@ -177,7 +178,9 @@ class Registry(BaseModel):
             registry = cls.model_validate(fields)
         except ValidationError as invalid:  # its own text quotes the whole input
             raise InvalidRegistry(f"{file}: {'; '.join(map(_problem, invalid.errors()))}") from None
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        except OSError as cause:
+            raise InvalidRegistry(file_problem(cause)) from cause
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
             raise InvalidRegistry(f"{file}: {cause}") from cause
         folder = file.resolve().parent
         models = {}
@@ -185,7 +188,7 @@ class Registry(BaseModel):
             try:
                 models[name] = _relative_to(folder, entry)
             except (OSError, ValueError) as cause:
-                raise InvalidRegistry(f"{file}: [models.{name}] {cause}") from cause
+                raise InvalidRegistry(f"{file}: [models.{name}] {file_problem(cause)}") from cause
         return registry.model_copy(update={"models": models})
 
     @classmethod

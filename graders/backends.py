@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from core.system_errors import file_problem
 from graders import complaints
 from graders.build import build, judge_parts, python_parts
 from graders.calls import CallRetryPolicy
@@ -132,7 +133,9 @@ class Backends:
             return cls({}, environments=environments)
         try:
             read = _File.model_validate(tomllib.loads(file.read_text()))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        except OSError as cause:
+            raise InvalidBackends(file_problem(cause)) from cause
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
             raise InvalidBackends(f"{file}: {cause}") from cause
         except ValidationError as invalid:
             first = invalid.errors()[0]

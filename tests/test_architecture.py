@@ -19,8 +19,9 @@ CODEBASE = Codebase(ROOT)
 OURS = {"api", "core", "graders", "worker", "sdk", "regraft", "tests"}
 HEAVY = {"torch", "transformers", "peft", "vllm"}
 MAY_IMPORT = {"core": set(), "graders": set(), "api": {"core", "graders"}, "worker": {"core", "graders"}}
-# One client for all requests to other people's servers, and what hides secrets. They import nothing of ours.
-SHARED = {"core.masking", "core.outages", "core.outbound.http"}
+# One client for all requests to other people's servers, what hides secrets, and the sentences about files. They import
+# nothing of ours.
+SHARED = {"core.masking", "core.outages", "core.outbound.http", "core.system_errors"}
 # What the client's extra "mcp" brings.
 OF_AGENTS = {"mcp", "mcp_types", "jsonschema", "starlette", "uvicorn"}
 # The one place that puts both halves together: the command line.

@@ -151,7 +151,9 @@ def _profile(file_id: str, body: ProfileCreate, project: Project, service: Servi
             reader=None if body.grader is None else _reader(body.grader),
             validation=other,
         )
-        foreign = foreign_files.detect(stack.enter_context(content(file))) if made.invalid else None
+        foreign = (
+            foreign_files.detect(stack.enter_context(content(file)), file.filename) if made.invalid else None
+        )
     sentence = None if foreign is None else foreign.sentence(body.method)
     return ProfileOut(file_id=file.id, model=body.model, foreign_format=sentence, **vars(made))
 

@@ -89,7 +89,7 @@ def problems_of(blobs: BlobStore, file: File, variant: str, param: str) -> Itera
 
 def in_words(invalid: InvalidDataset, blobs: BlobStore, file: File, variant: str, param: str) -> str:
     """The errors of a file in a job of this variant, as `explained` puts them, after the name of the file."""
-    errors = explained(invalid, lambda: blobs.open(file.blob_key), variant)
+    errors = explained(invalid, lambda: blobs.open(file.blob_key), variant, file.filename)
     return f"{_name(param).capitalize()} {file.id} ({file.filename}): {errors}"
 
 

@@ -22,6 +22,7 @@ from core import private
 from core.database.engine import Database
 from core.database.migrate import backend_of
 from core.storage.store import BlobNotFound, BlobStore, FolderBlobs
+from core.system_errors import file_problem
 
 
 class BackupFailed(Exception):
@@ -54,16 +55,28 @@ class BackupManifest:
         """
         try:
             return TypeAdapter(cls).validate_json(_manifest(folder).read_bytes())
-        except (OSError, ValueError) as cause:
-            raise BackupFailed(f"{folder}: it has no complete backup ({cause})") from cause
+        except FileNotFoundError as cause:
+            raise BackupFailed(
+                f"{folder}: it has no complete backup, because its {_manifest(folder).name} is missing; name "
+                "another folder"
+            ) from cause
+        except OSError as cause:
+            raise BackupFailed(file_problem(cause)) from cause
+        except ValueError as cause:
+            raise BackupFailed(f"{_manifest(folder)}: it has no complete backup ({cause})") from cause
 
 
 def back_up(database_url: str, blobs: BlobStore, folder: Path, *, time: float) -> BackupManifest:
     """Copy the database and the blobs into an empty folder, while the service runs.
 
     Raises:
-        BackupFailed: the folder is not empty, or the database cannot be copied.
+        BackupFailed: the folder is not empty or is inside of the store, or the database cannot be copied.
     """
+    if isinstance(blobs, FolderBlobs) and folder.resolve().is_relative_to(blobs.root.resolve()):
+        raise BackupFailed(
+            f"{folder}: it is inside of the store {blobs.root}, which would be copied into itself; name a folder "
+            "outside of it, on another disk"
+        )
     private.make_folder(folder)
     if any(folder.iterdir()):
         raise BackupFailed(f"{folder}: it is not empty; name a new folder")
@@ -103,7 +116,8 @@ def restore(folder: Path, database_url: str, blobs: BlobStore) -> BackupManifest
         _copy_new(FolderBlobs(folder / "blobs"), blobs)
     except Exception as cause:  # of any store's library
         raise BackupFailed(
-            f"The database is restored and its blobs are not: {cause}. Empty both before you restore again"
+            f"The database is restored and its blobs are not: {file_problem(cause)}. Empty both before you restore "
+            "again"
         ) from cause
     return manifest
 

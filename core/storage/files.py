@@ -63,13 +63,13 @@ def refuse_foreign(purpose: str, filename: str, head: bytes) -> None:
     Raises:
         InvalidRequest: the file is empty or not JSONL; the message names its format and what to do.
     """
-    foreign = container_of(head) if purpose in JSONL_PURPOSES else None
+    foreign = container_of(head, filename) if purpose in JSONL_PURPOSES else None
     if foreign is EMPTY:
         raise InvalidRequest(EMPTY_FILE, param="file")
     if foreign is not None:
         rows = purpose == FINE_TUNE
         message = (
-            f"{filename} is not a dataset: {for_rows_of(foreign, head).sentence()}"
+            f"{filename} is not a dataset: {for_rows_of(foreign, head, filename).sentence()}"
             if rows
             else f"{filename} is not JSONL: {foreign.seen}; {foreign.remedy}."
         )

@@ -45,7 +45,7 @@ JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
 FIRST_ROWS = 20
-_MAX_COLUMNS, _MAX_NAME = 8, 40  # of a CSV file, as a sentence shows them
+_MAX_NAMES, _MAX_NAME = 8, 40  # of the keys or columns of a file, as a sentence shows them
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class ForeignFormat:
     targets: tuple[Target, ...] = _ANY  # what `regraft convert` makes of it
     lacks_answer: bool = False  # rows for other targets than rft need --map for it
     lacks_prompt: bool = False  # rows for all targets need --map for it
+    lacks_pair: bool = False  # rows for dpo need --map for two answers, which other fields may have
 
     def sentence(self, rows_for: str | None = None) -> str:
         """Return one or two sentences for the user: the format, and the remedy.
@@ -65,13 +66,16 @@ class ForeignFormat:
             rows_for: the method whose rows are needed; None: unknown.
         """
         target = None if rows_for is None else TARGETS[rows_for]
+        named = " --map prompt=FIELD" if self.lacks_prompt else ""
+        if target == "dpo" and self.lacks_pair:
+            command = f"regraft convert FILE --to dpo{named} --map chosen=FIELD --map rejected=FIELD"
+            return f"{self.seen}; pairs need two answers in each row: if these have them, name them with `{command}`."
         if self.targets and target is not None and target not in self.targets:
             fits = " or ".join(f"'{_METHODS[one]}'" for one in self.targets)
             what = "its rows" if self.seen.startswith("the file") else "they"
             return f"{self.seen}; {what} can become rows for method {fits}, not for '{rows_for}'."
         if not self.targets:
             return f"{self.seen}; {self.remedy}."
-        named = " --map prompt=FIELD" if self.lacks_prompt else ""
         named += " --map answer=FIELD" if self.lacks_answer and target != "rft" else ""
         command = f"regraft convert FILE --to {target or '|'.join(self.targets)}{named}"
         return f"{self.seen}; {self.remedy}. `{command}` does that."
@@ -99,6 +103,11 @@ BINARY = ForeignFormat("the file is binary", "save its rows as JSONL, CSV or Par
 MARKUP = ForeignFormat(
     "the file is an HTML or XML page, such as that of a login or of an error",
     "download the data once more and look at it before the upload",
+    (),
+)
+NO_COLUMNS = ForeignFormat(
+    "the file is named as CSV, and its first line does not name columns",
+    "write the names of the columns into the first line",
     (),
 )
 LFS_POINTER = ForeignFormat("the file is a pointer of Git LFS", "download the data with `git lfs pull`", ())
@@ -147,6 +156,9 @@ QUESTION = ForeignFormat(
 )
 INPUT = ForeignFormat("the rows have their prompt in the key input", "write it as messages", ("rft", "sft"))
 
+# Formats that say nothing about an answer.
+_PROMPTS_ONLY = frozenset(one.seen for one in (INSTRUCTION, PROMPT, QUESTION, INPUT))
+
 _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]] = (
     (WRAPPED, lambda row: wraps_rows(row)),
     (COLUMNS, lambda row: rows_of_columns(row) is not None),
@@ -168,29 +180,43 @@ _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]
 )
 
 
-def detect(chunks: Iterable[bytes]) -> ForeignFormat | None:
+def detect(chunks: Iterable[bytes], name: str = "") -> ForeignFormat | None:
     """The foreign format of a file; None: it is JSONL, with the keys of a method or with unknown ones.
 
     Reads the first 64 KiB, and the first FIRST_ROWS lines.
+
+    Args:
+        name: of the file, which decides where its content may be CSV or broken JSONL. Empty: unknown.
     """
     rest = iter(chunks)
     head = bytearray()
     while len(head) < HEAD_BYTES and (chunk := next(rest, None)) is not None:
         head += chunk
-    if (container := container_of(bytes(head))) is not None:
-        return for_rows_of(container, bytes(head))
-    first = islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)
-    return format_of_rows([row[1] for row in first if isinstance(row, tuple)])
+    if (container := container_of(bytes(head), name)) is not None:
+        return for_rows_of(container, bytes(head), name)
+    first = [*islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)]
+    rows = [row[1] for row in first if isinstance(row, tuple)]
+    known = format_of_rows([*map(_with_known_names, rows)], is_file=len(first) == 1)
+    return known or _of_unknown_keys(rows)
 
 
-def container_of(head: bytes) -> ForeignFormat | None:
-    """The format of a file that is not JSONL in UTF-8, by its start; None: it seems to be.
+def _of_unknown_keys(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
+    """The format of rows without a prompt under a known name; None: a row has one, or no key at all."""
+    if not rows or not all(rows) or any(_has_prompt(row) or _is_of_a_method(row) for row in rows):
+        return None
+    seen = f"the rows have no known key for their prompt (they have {_listed([*rows[0]])})"
+    return _fitted(ForeignFormat(seen, _AS_MESSAGES), rows)
+
+
+def container_of(head: bytes, name: str = "") -> ForeignFormat | None:
+    """The format of a file that is not JSONL in UTF-8, by its start and its name; None: it seems to be.
 
     Args:
         head: the first bytes of the file, at least HEAD_BYTES of a longer one.
+        name: as in `detect`.
     """
     if (container := _of_magic(head)) is not None:
-        return _packed(container, head) or container
+        return _packed(container, head, name) or container
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
         return TAR
     encoding = encoding_of(head)
@@ -213,31 +239,40 @@ def container_of(head: bytes) -> ForeignFormat | None:
     first, *others = text.split("\r")
     if "\n" not in text and any(map(str.strip, others)) and _is_json(first):
         return CR_LINES
-    if (table := csv_layout(decoded)) is not None:
-        named = filter(None, table.columns)
-        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in named]
-        more = ", …" if len(names) > _MAX_COLUMNS else ""
-        columns = "column" if len(names) == 1 else "columns"
-        return ForeignFormat(
-            f"the file is CSV with the {columns} {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
-        )
-    return None
+    if (table := csv_layout(decoded, is_named=is_named_table(name))) is not None:
+        columns = [column for column in table.columns if column]
+        what = "column" if len(columns) == 1 else "columns"
+        return ForeignFormat(f"the file is CSV with the {what} {_listed(columns)}", _ONE_A_LINE)
+    line, end, _ = text.partition("\n")
+    is_whole = bool(end) or len(head) < HEAD_BYTES
+    return NO_COLUMNS if is_named_table(name) and is_whole and not _is_json(line) else None
 
 
-def for_rows_of(container: ForeignFormat, head: bytes) -> ForeignFormat:
+def is_named_table(name: str) -> bool:
+    """Whether a file is named as CSV, compressed or not."""
+    return _TABLE_NAME.search(name) is not None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, as a sentence shows them."""
+    shown = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:_MAX_NAMES]]
+    return ", ".join([*shown, *(["…"] if len(names) > _MAX_NAMES else [])])
+
+
+def for_rows_of(container: ForeignFormat, head: bytes, name: str = "") -> ForeignFormat:
     """The format of a file with the targets of the rows that its start has, and whether these lack prompt or answer.
 
     Args:
-        container: `container_of(head)`.
+        container: `container_of(head, name)`.
     """
-    return _fitted(container, first_rows(head)) if container.targets else container
+    return _fitted(container, first_rows(head, name)) if container.targets else container
 
 
 def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> ForeignFormat:
     """The format of what holds these rows."""
     rows = [_with_known_names(row) for row in rows]
-    if (inner := format_of_rows(rows)) is not None:
-        return replace(container, targets=inner.targets, lacks_answer=inner.lacks_answer)
+    if (inner := format_of_rows(rows, is_file=len(rows) == 1)) is not None:
+        return _with_targets_of(container, inner)
     if not rows:
         return container
     lacks_prompt = not any(map(_has_prompt, rows))
@@ -246,11 +281,30 @@ def _fitted(container: ForeignFormat, rows: Sequence[Mapping[str, Any]]) -> Fore
     container = replace(container, lacks_prompt=lacks_prompt)
     if all(map(_has_pair, rows)):
         return container
+    container = replace(container, lacks_pair=all(_has_room_for_pair(row, lacks_prompt) for row in rows))
     if all(map(_is_answered, rows)):
         return replace(container, targets=("rft", "sft"))
     if all(len(row) > 1 for row in rows):
         return replace(container, targets=("rft", "sft"), lacks_answer=True)
     return replace(container, targets=("rft",))
+
+
+def _with_targets_of(container: ForeignFormat, inner: ForeignFormat) -> ForeignFormat:
+    return replace(
+        container,
+        targets=inner.targets,
+        lacks_answer=inner.lacks_answer,
+        lacks_prompt=inner.lacks_prompt,
+        lacks_pair=inner.lacks_pair,
+    )
+
+
+def _has_room_for_pair(row: Mapping[str, Any], lacks_prompt: bool) -> bool:
+    """Whether two fields of the row may be answers, beside one for the prompt if that is none of the known ones."""
+    free = [
+        name for name in map(str.lower, row) if name not in FIELDS or name in (*ANSWERS, "chosen", "rejected")
+    ]
+    return len(free) - lacks_prompt >= 2
 
 
 def _with_known_names(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,25 +317,34 @@ def _has_prompt(row: Mapping[str, Any]) -> bool:
     return not _PROMPT_FIELDS.isdisjoint(row) or {"chosen", "rejected"} <= row.keys()
 
 
-def first_rows(head: bytes) -> list[dict[str, Any]]:
-    """The first rows in a file, by its start; empty: none is read without pyarrow, or none is complete."""
+def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
+    """The first rows in a file, by its start; empty: none is read without pyarrow, or none is complete.
+
+    In place of the rows of a CSV file of which none can be read stands one with empty cells.
+    """
     inside = _uncompressed(head)
     is_cut = max(len(head), len(inside)) >= HEAD_BYTES
     text = inside.decode(encoding_of(inside), "ignore")
-    if (table := csv_layout(text)) is not None:
+    if (table := csv_layout(text, is_named=is_named_table(name))) is not None:
         body = text.lstrip("\r\n ").split("\n", table.lines_before + 1)[-1]
-        cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter)
+        cells = csv.reader(io.StringIO(body, newline=""), delimiter=table.delimiter, strict=True)
+        lines: list[list[str]] = []
         try:
-            lines = list(islice(cells, FIRST_ROWS + 1))
-        except csv.Error:
-            return []
-        if is_cut:
-            lines = lines[:-1]  # it may lack its last cells
+            for line in islice(cells, FIRST_ROWS + 1):
+                lines.append(line)
+        except csv.Error:  # a quote that is not closed, at least not in the start of the file
+            pass
+        else:
+            lines = lines[:-1] if is_cut else lines  # the last may lack cells
         return [
-            {name: json_cell(name, cell) for name, cell in zip(table.columns, line, strict=False)}
+            {
+                column: json_cell(column, cell)
+                for column, cell in zip(table.columns, line, strict=False)
+                if column
+            }
             for line in lines[:FIRST_ROWS]
             if any(line)
-        ]
+        ] or [dict.fromkeys(filter(None, table.columns), "")]
     rows: list[dict[str, Any]] = []
     decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
@@ -294,13 +357,22 @@ def first_rows(head: bytes) -> list[dict[str, Any]]:
 
 
 def json_cell(column: str, cell: str) -> Any:
-    """The value of a cell of a CSV file; those of JSON_COLUMNS are JSON."""
-    if column.lower() not in JSON_COLUMNS:
+    """The value of a cell of a CSV file: of a JSON text in JSON_COLUMNS, or of messages as JSON in any column."""
+    is_json_column = column.lower() in JSON_COLUMNS
+    if not is_json_column and not _LIST_OF_OBJECTS.match(cell):
         return cell
     try:
-        return json.loads(cell)
-    except ValueError:
+        value = json.loads(cell)
+    except (ValueError, RecursionError):
         return cell
+    return value if is_json_column or has_turns(value) or _has_roles(value) else cell
+
+
+def _has_roles(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
 # An object after what may stand between rows.
@@ -342,7 +414,7 @@ def _of_magic(head: bytes) -> ForeignFormat | None:
     return next((container for magic, container in _MAGIC if head.startswith(magic)), None)
 
 
-def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
+def _packed(container: ForeignFormat, head: bytes, name: str) -> ForeignFormat | None:
     """The format inside of a compressed file that `regraft convert` cannot read; None: there is none.
 
     Only of formats that Python itself uncompresses.
@@ -351,7 +423,7 @@ def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
         return None
     if _of_magic(inside) in (GZIP, XZ, BZIP2, ZSTD):
         return TWICE
-    found = container_of(inside)
+    found = container_of(inside, name)
     # A cut archive may have lost the rows after its white space.
     return found if found is not None and found is not EMPTY and not found.targets else None
 
@@ -392,31 +464,51 @@ def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
         return None
     said = _SEPARATOR.match(text)
     table = text[said.end() :] if said else text
-    for delimiter in said[1] if said else ",;\t|":
-        lines = io.StringIO(table, newline="")
-        try:
-            names, *rows = islice(csv.reader(lines, delimiter=delimiter), 2)
-        except (csv.Error, ValueError):  # ValueError: there is no line
-            continue
-        columns = [name.strip() for name in names]
+    believed: CsvLayout | None = None
+    for delimiter in (delimiters := said[1] if said else ",;\t|"):
+        columns, row = _first_cells(table, delimiter)
         named = columns[1:] if columns[:1] == [""] else columns
-        if len(columns) < 2 or not all(_COLUMN.fullmatch(name) and name.isprintable() for name in named):
+        if not named or not all(_names_column(name, is_named) for name in named):
             continue
-        is_known = is_named or bool(said) or any(name.lower() in FIELDS for name in named)
-        if len(rows[0]) == len(columns) if rows and not is_named else is_known:
-            return CsvLayout(delimiter, columns, 1 if said else 0)
-    name = table.partition("\n")[0].strip().strip('"')
-    if name.lower() in FIELDS or (is_named and _COLUMN.fullmatch(name) and name.isprintable()):
-        return CsvLayout(",", [name], 1 if said else 0)
-    return None
+        layout = CsvLayout(delimiter, columns, 1 if said else 0)
+        is_known = is_named or any(name.lower() in FIELDS for name in named)
+        if len(columns) == 1:
+            believed = layout if is_known and delimiter == delimiters[0] else believed
+        elif row is not None and len(row) == len(columns):
+            return layout
+        elif is_named or (row is None and (is_known or said)):
+            believed = layout if believed is None or len(believed.columns) == 1 else believed
+    return believed
+
+
+def _first_cells(table: str, delimiter: str) -> tuple[list[str], list[str] | None]:
+    """The names of the columns, and the cells of the first row; None: there is none, or its quotes are wrong."""
+    lines = csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True)
+    try:
+        columns = [name.strip() for name in next(lines, [])]
+    except csv.Error:
+        return [], None
+    try:
+        return columns, next(lines, None)
+    except csv.Error:  # which the reader of the rows reports
+        return columns, None
+
+
+def _names_column(name: str, is_named: bool) -> bool:
+    return name.isprintable() and (bool(name) if is_named else _COLUMN.fullmatch(name) is not None)
 
 
 _COLUMN = re.compile(r"\w[^{}\[\]\":]*")
+_TABLE_NAME = re.compile(r"\.[ct]sv(\.(gz|xz|bz2|zst))?$", re.IGNORECASE)
 _SEPARATOR = re.compile(r'"?sep=([,;\t|])"?\r?\n', re.IGNORECASE)
 
 
-def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
-    """The foreign format that all these rows have; that of functions if one row uses them."""
+def format_of_rows(rows: Sequence[Mapping[str, Any]], *, is_file: bool) -> ForeignFormat | None:
+    """The foreign format that all these rows have; that of functions if one row uses them.
+
+    Args:
+        is_file: the only row is the whole file.
+    """
     if any(map(uses_functions, rows)):
         return FUNCTIONS_OF_PAIRS if all("input" in row for row in rows) else FUNCTIONS
     if any(map(_calls_tools, rows)) and all(isinstance(row.get("conversations"), list) for row in rows):
@@ -424,15 +516,23 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
     for row_format, has_it in _ROW_FORMATS:
         if rows and all(not _is_of_a_method(row) and has_it(row) for row in rows):
             return _as_its_rows(row_format, rows[0])
+    if is_file and rows and not _is_of_a_method(rows[0]) and rows_of_columns(rows[0], is_file=True):
+        return _as_its_rows(COLUMNS, rows[0])
     return None
 
 
 def _as_its_rows(found: ForeignFormat, row: Mapping[str, Any]) -> ForeignFormat:
     """The format, with the targets of the rows that an object holds, and whether they have an answer."""
-    if found in (INSTRUCTION, PROMPT, QUESTION, INPUT) and set(ANSWERS).isdisjoint(map(str.lower, row)):
+    inside = (
+        row["data"] if found is WRAPPED else rows_of_columns(row, is_file=True) if found is COLUMNS else None
+    )
+    if inside:
+        return _fitted(found, inside[:FIRST_ROWS])
+    if "dpo" not in found.targets:
+        found = replace(found, lacks_pair=_has_room_for_pair(row, lacks_prompt=False))
+    if found.seen in _PROMPTS_ONLY and set(ANSWERS).isdisjoint(map(str.lower, row)):
         return replace(found, lacks_answer=True) if len(row) > 1 else replace(found, targets=("rft",))
-    inside = row["data"] if found is WRAPPED else rows_of_columns(row) if found is COLUMNS else None
-    return _fitted(found, inside[:FIRST_ROWS]) if inside else found
+    return found
 
 
 def is_labeled_completion(row: Mapping[str, Any]) -> bool:
@@ -459,13 +559,16 @@ def wraps_rows(row: Mapping[str, Any]) -> bool:
     return is_list and FIELDS.isdisjoint(row)
 
 
-def rows_of_columns(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def rows_of_columns(row: Mapping[str, Any], *, is_file: bool = False) -> list[dict[str, Any]] | None:
     """The rows of an object with the columns of its file, as lists or as pandas writes them; None: it is a row.
 
     In pandas' columns each value is under the index of its row: {"prompt": {"0": "a"}, "answer": {"0": "b"}}.
+
+    Args:
+        is_file: the object is the whole file, so that its keys may have any names.
     """
     columns = [*row.values()]
-    if not columns or not columns[0] or FIELDS.isdisjoint(map(str.lower, row)):
+    if not columns or not columns[0] or (FIELDS.isdisjoint(map(str.lower, row)) and not is_file):
         return None
     if all(isinstance(one, Mapping) and one.keys() == columns[0].keys() for one in columns):
         indexes = list(columns[0])

@@ -85,7 +85,9 @@ def remedy(made_for: str, method: str) -> str:
     return f"Use method '{made_for}' for this file, or rows such as {_EXAMPLES[ROWS_OF[method][0]]}."
 
 
-def explained(invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], method: str) -> InvalidDataset:
+def explained(
+    invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], method: str, name: str
+) -> InvalidDataset:
     """The errors of a file as the user reads them.
 
     A file in a foreign format gets one sentence in place of the errors of its lines. The errors of a file for another
@@ -94,8 +96,9 @@ def explained(invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], me
     Args:
         chunks: returns the file's content, from its start.
         method: of the job, or its variant.
+        name: of the file.
     """
-    foreign = foreign_files.detect(chunks())
+    foreign = foreign_files.detect(chunks(), name)
     if foreign is not None:
         return InvalidDataset([LineError(0, foreign.sentence(ROWS_OF[method][0]))])
     first = islice(read_objects(chunks()), FIRST_ROWS)

@@ -351,6 +351,7 @@ class FolderBlobs(BlobStore):
     """
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self._objects = root / "objects"
         self._temp = root / "tmp"
 

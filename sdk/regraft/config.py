@@ -6,6 +6,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from regraft._rules.system_errors import file_problem
+
 
 class NotConfigured(Exception):
     """No server or no key is configured."""
@@ -85,5 +87,5 @@ def _saved() -> Login | None:
         return None
     except (OSError, ValueError, KeyError) as cause:
         raise NotConfigured(
-            f"{path} cannot be read ({cause}): run `regraft login` again, or delete it."
+            f"{path} cannot be read ({file_problem(cause)}): run `regraft login` again, or delete it."
         ) from cause

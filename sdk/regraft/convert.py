@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +46,7 @@ from regraft._rules.foreign_files import (
     HEAD_BYTES,
     JSON_ARRAY,
     JSON_COLUMNS,
+    NO_COLUMNS,
     PARQUET,
     PRETTY_JSON,
     RESULTS,
@@ -59,12 +60,14 @@ from regraft._rules.foreign_files import (
     encoding_of,
     has_turns,
     is_labeled_completion,
+    is_named_table,
     json_cell,
     repeats_an_answer,
     rows_of_columns,
     truth_of,
     wraps_rows,
 )
+from regraft._rules.message_rows import kind
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import atomic_file
 from regraft.tables import Table, arrow_rows, python_scalar, reading, rereadable, table_rows
@@ -82,6 +85,11 @@ _ROLES = {
 }
 _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
 _SYSTEMS = ("system", "system_prompt")
+# Fields of a row that are one text, and those that are lists.
+_TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), ("messages", "conversations", "history")
+_PYTHON_MESSAGES = re.compile(r"\s*\[\{'(role|from|content|value)'.*\}\]\s*", re.DOTALL)
+_PROMPTS = ("prompt", "question", "input")
+_WRITTEN = (date, time, Decimal)  # values of tables that JSON has as texts
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _BAD_ANSWER, _NO_ANSWER = "whose label is false", "without an answer"
 # Suffixes of compressed files, by their format.
@@ -215,21 +223,12 @@ def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
         InvalidDataset: the file as a whole cannot be read.
     """
     with path.open("rb") as file:
-        container = container_of(file.read(HEAD_BYTES))
+        container = container_of(file.read(HEAD_BYTES), path.name)
     try:
         with _uncompressed(path, container) as file:
             head = file.read(HEAD_BYTES)
         with _uncompressed(path, container) as file:
-            for row in _rows(path, file, head, encoding):
-                if isinstance(row, LineError):
-                    if row.message != BLANK:
-                        yield row
-                elif wraps_rows(row[1]):
-                    yield from enumerate(row[1]["data"], 1)
-                elif (of_columns := rows_of_columns(row[1])) is not None:
-                    yield from enumerate(of_columns, 1)
-                else:
-                    yield row
+            yield from _rows(path, file, head, encoding)
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8, or name its encoding, such as --encoding cp1252"
         raise InvalidDataset(
@@ -272,30 +271,54 @@ def _decompressor(container: ForeignFormat | None, file: IO[bytes]) -> AbstractC
 
 
 def _rows(path: Path, file: IO[bytes], head: bytes, named_encoding: str | None) -> _NumberedRows:
-    container = container_of(head)
+    container = container_of(head, path.name)
     if container is PARQUET:
         yield from _parquet_rows(file)
         return
     if container in (ARROW_FILE, ARROW_STREAM):
         yield from _arrow_rows(file, is_stream=container is ARROW_STREAM)
         return
-    is_text = container is BINARY and named_encoding is not None  # in an encoding that looks binary
+    # Text in an encoding of which the start looks like another file.
+    is_text = container in (BINARY, NO_COLUMNS) and named_encoding is not None
     if container is not None and (container in COMPRESSED.values() or not (container.targets or is_text)):
-        raise InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
+        raise _refused(container)
     encoding = named_encoding or encoding_of(head)
     # The start decides on the layout once more, without its encoding.
     start = head.decode(encoding, "ignore")
-    layout = container_of(start.encode("utf-8", "replace"))
+    layout = container_of(start.encode("utf-8", "replace"), path.name)
+    if layout is NO_COLUMNS:
+        raise _refused(layout)
     if layout in (JSON_ARRAY, PRETTY_JSON):
-        yield from read_objects(json_lines(_pieces(file, encoding)))
+        yield from _unwrapped(read_objects(json_lines(_pieces(file, encoding))))
     elif layout is CR_LINES:
-        yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
-    elif (table := csv_layout(start, is_named=_is_named_csv(path))) is not None:
+        pieces = (piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
+        yield from _unwrapped(read_objects(pieces))
+    elif (table := csv_layout(start, is_named=is_named_table(path.name))) is not None:
         yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table)
     elif encoding == "utf-8-sig":
-        yield from read_objects(iter(lambda: file.read(PIECE), b""))
+        yield from _unwrapped(read_objects(iter(lambda: file.read(PIECE), b"")))
     else:
-        yield from read_objects(piece.encode("utf-8", "surrogatepass") for piece in _pieces(file, encoding))
+        pieces = (piece.encode("utf-8", "surrogatepass") for piece in _pieces(file, encoding))
+        yield from _unwrapped(read_objects(pieces))
+
+
+def _unwrapped(objects: _NumberedRows) -> _NumberedRows:
+    """The rows inside of objects that hold those of a file, numbered from 1, and all other rows as they are."""
+    rows = (row for row in objects if not (isinstance(row, LineError) and row.message == BLANK))
+    first = [*islice(rows, 2)]
+    for row in chain(first, rows):
+        if isinstance(row, LineError):
+            yield row
+        elif wraps_rows(row[1]):
+            yield from enumerate(row[1]["data"], 1)
+        elif (of_columns := rows_of_columns(row[1], is_file=len(first) == 1)) is not None:
+            yield from enumerate(of_columns, 1)
+        else:
+            yield row
+
+
+def _refused(container: ForeignFormat) -> InvalidDataset:
+    return InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
 
 
 def _pieces(file: IO[bytes], encoding: str) -> Iterator[str]:
@@ -358,14 +381,8 @@ def _on_one_line(value: str) -> bytes:
     return value.replace("\r", " ").replace("\n", " ").encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _is_named_csv(path: Path) -> bool:
-    return uncompressed_name(path).suffix.lower() in (".csv", ".tsv")
-
-
 def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(text, delimiter=layout.delimiter)
-    numbered = ((number, cells) for number, cells in enumerate(reader, 1) if any(cells))
+    numbered = _numbered_cells(text, layout.delimiter)
     for _ in range(layout.lines_before):
         next(numbered)
     first, _ = next(numbered)
@@ -375,6 +392,9 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
     has_rows = False
     for number, cells in numbered:
         has_rows = True
+        if isinstance(cells, str):
+            yield LineError(number, cells)
+            continue
         if len(cells) != len(layout.columns):
             names = len(layout.columns)
             yield LineError(number, f"has {len(cells)} cells, and line {first} has {names} names")
@@ -389,6 +409,28 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
         yield number, row
     if not has_rows:
         raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
+
+
+def _numbered_cells(text: IO[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the cells of each row that has any, with the line of the file at which the row begins.
+
+    In place of a row with wrong quotes there is a text that says so. It is the last one: where such a row ends is
+    unknown.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            remedy = 'close the quote, or write a quote inside of a cell as ""'
+            yield number, f"has wrong quotes ({error}, at line {reader.line_num}): {remedy}"
+            return
+        if cells is None:
+            return
+        if any(cells):
+            yield number, cells
 
 
 def _is_python(name: str, value: Any) -> bool:
@@ -419,13 +461,35 @@ def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     """The row with the fields of the source under the names that are wanted."""
-    taken = {target: _value_at(row, source) for target, source in names.items()}
+    taken = {target: _mapped(target, source, _value_at(row, source)) for target, source in names.items()}
     rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
     made = taken | rest
     for name in rest:
         if (field := name.lower()) in FIELDS and field not in made:  # such as Question
             made[field] = made.pop(name)
     return made
+
+
+def _mapped(target: str, source: str, value: Any) -> Any:
+    """The value that --map gives a field of the row, as that field needs it.
+
+    Raises:
+        CannotConvert: it has no text, or no messages, where the field needs them.
+    """
+    if value is None:
+        return None
+    if target in _LISTS:
+        found = json_cell(target, value) if isinstance(value, str) else value
+        if not isinstance(found, list):
+            raise CannotConvert(
+                f"has in {source} {kind(found)}, and {target} is a list of messages, or JSON of one"
+            )
+        return found
+    if target not in _TEXTS:
+        return value
+    if isinstance(value, list | Mapping):
+        raise CannotConvert(f"has in {source} {kind(value)}, and {target} is a text")
+    return _text(value)
 
 
 _PATH = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -683,18 +747,38 @@ def _prompt(rest: Row) -> list[Message]:
     if "instruction" in rest:
         parts = [_text(rest.pop("instruction")), _text(rest.pop("input", None) or "")]
         return _messages_of_prompt("\n\n".join(part for part in parts if part), rest)
-    for name in ("prompt", "question", "input"):
-        if isinstance(rest.get(name), str | list):
-            return _messages_of_prompt(rest.pop(name), rest)
+    given = {name: rest[name] for name in _PROMPTS if rest.get(name) is not None}
+    plain = [name for name, value in given.items() if not isinstance(value, Mapping)]
+    for name in sorted(plain, key=lambda name: not isinstance(given[name], str | list))[:1]:
+        return _messages_of_prompt(_text_or_messages(name, rest.pop(name)), rest)
     shared: list[Message] = []
     if _cut_prompt(shared, rest):
         return shared
+    for name in given:
+        return _messages_of_prompt(_text_or_messages(name, rest.pop(name)), rest)
+    nothing = next((name for name in _PROMPTS if name in rest), None)
+    if nothing is not None:
+        raise CannotConvert(f"has null in {nothing}")
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 
 
-def _messages_of_prompt(prompt: Any, rest: Row) -> list[Message]:
+def _text_or_messages(name: str, value: Any) -> str | list[Any]:
+    """A prompt or an answer: the text of a text, a number or a boolean, or the messages of a list or of one message."""
+    messages = [value] if isinstance(value, Mapping) else value
+    if isinstance(messages, list):
+        if all(isinstance(one, Mapping) and not one.keys().isdisjoint(("role", "from")) for one in messages):
+            return _turns(messages) if has_turns(messages) else list(messages)
+        one_text = f"; for one text of it use --map {name}=FIELD[0]" if isinstance(value, list) else ""
+        raise CannotConvert(f"has in {name} {kind(value)} that is no text and no messages{one_text}")
+    text = _text(value)
+    if _PYTHON_MESSAGES.fullmatch(text):
+        raise CannotConvert(f"has in {name} a list as Python prints it: write it with json.dumps")
+    return text
+
+
+def _messages_of_prompt(prompt: str | list[Any], rest: Row) -> list[Message]:
     """The messages of a prompt, with the context and the earlier turns that its row has beside it."""
-    messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     context = rest.get("context")
     last = messages[-1] if messages else None
     if isinstance(context, str) and isinstance(last, Mapping) and isinstance(last.get("content"), str):
@@ -841,22 +925,15 @@ def _turn(turn: Any) -> Message:
     return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
 
 
-def _answer(value: Any) -> list[Message]:
-    """The messages of an answer: a text, a message or a list of messages."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return _turns(value) if has_turns(value) else list(value)
-    if isinstance(value, Mapping):
-        return _turns([value]) if has_turns([value]) else [dict(value)]
-    return [{"role": "assistant", "content": _text(value)}]
-
-
 def _answer_to_prompt(rest: Row, name: str) -> list[Message]:
     """Take the messages of an answer out of this field of a row."""
-    answer = _answer(rest.pop(name))
-    roles = [*map(_role, answer)]
+    given = _text_or_messages(name, rest.pop(name))
+    if isinstance(given, str):
+        return [{"role": "assistant", "content": given}]
+    roles = [*map(_role, given)]
     if "user" in roles or roles[-1:] != ["assistant"]:
         raise CannotConvert(f"has in {name} other messages than the answer to its prompt")
-    return answer
+    return given
 
 
 def _text(value: Any) -> str:
@@ -866,7 +943,10 @@ def _text(value: Any) -> str:
         return _text(value[0].get("content", value[0].get("text")))
     if value is None or isinstance(value, list | Mapping):
         raise CannotConvert("has an answer or a prompt that is not one text")
-    return json.dumps(value)
+    try:
+        return str(value) if isinstance(value, _WRITTEN) else json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise CannotConvert(f"has an answer or a prompt that is no text: {value!r:.40}") from None
 
 
 def _tools_of(row: Row) -> Row:
@@ -944,7 +1024,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, date | time | Decimal):
+    if isinstance(value, _WRITTEN):
         return str(value)
     if (scalar := python_scalar(value)) is not value:
         return scalar

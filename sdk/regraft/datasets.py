@@ -78,7 +78,7 @@ def validate(
             _chunks(path), form=form, check=lacks if paths else None, max_rows=most, min_rows=least
         )
     except rules.InvalidDataset as invalid:
-        raise offline_rows.explained(invalid, lambda: _chunks(path), method) from None
+        raise offline_rows.explained(invalid, lambda: _chunks(path), method, path.name) from None
     for example in examples:
         common = set(example.item) if common is None else common & set(example.item)
     return Summary(path, len(examples), tuple(sorted((common or set()) - {"messages"})))

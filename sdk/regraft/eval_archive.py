@@ -22,6 +22,7 @@ from typing import Any
 import openai
 
 from regraft._rules.states import EVAL_RUN
+from regraft._rules.system_errors import file_problem
 from regraft.saving import atomic_file
 
 EVAL_FIELDS = ("id", "name", "created_at", "metadata", "data_source_config", "testing_criteria")
@@ -199,7 +200,7 @@ def import_folder(
         try:
             created = _import_eval(client, folder, place, uploaded, report)
         except (OSError, ValueError) as cause:
-            report.left_out.append(f"{place.name}: {cause}")
+            report.left_out.append(f"{place.name}: {file_problem(cause)}")
             report.failed += 1
             continue
         except openai.APIStatusError as refused:
@@ -253,7 +254,7 @@ def _named(run: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as cause:
-        raise ValueError(f"{run}: {cause}") from cause
+        raise ValueError(f"{run}: {file_problem(cause)}") from cause
     except openai.APIStatusError as refused:
         if refused.status_code not in _REFUSED:
             raise

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from regraft._rules.datasets import unique_keys
 from regraft._rules.foreign_files import HEAD_BYTES, container_of
 from regraft._rules.masking import masked_path
+from regraft._rules.system_errors import file_problem
 
 FILES = ("training_file", "validation_file")
 GRADERS = ("grader", "shadow_grader")
@@ -86,9 +87,9 @@ def _job_of(
         set_path(body, change)
     method = body.get("method")
     inside = method.get("reinforcement") if isinstance(method, dict) else None
-    for name in GRADERS:
-        if isinstance(inside, dict) and isinstance(inside.get(name), str | Path):
-            inside[name] = read_grader(inside[name], folder, locate=locate)
+    for field in GRADERS:
+        if isinstance(inside, dict) and isinstance(inside.get(field), str | Path):
+            inside[field] = read_grader(inside[field], folder, locate=locate)
     uploads: dict[str, Path] = {}
     for field in FILES:
         value = body.get(field)
@@ -273,7 +274,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         InvalidRequestFile: with the format that the file seems to have, if it is not JSONL.
     """
     with path.open("rb") if path.is_file() else BytesIO() as file:
-        foreign = container_of(file.read(HEAD_BYTES))
+        foreign = container_of(file.read(HEAD_BYTES), path.name)
     if foreign is not None:
         raise InvalidRequestFile(f"{path} is not JSONL: {foreign.seen}; {foreign.remedy}")
     for number, line in enumerate(_text(path, MAX_LINES_BYTES).split("\n"), start=1):
@@ -359,8 +360,8 @@ def _text(path: Path, most: int) -> str:
             raise InvalidRequestFile(f"{path}: has more than {most >> 20} MiB")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        reason = cause.strerror if isinstance(cause, OSError) else "it is not UTF-8"
-        raise InvalidRequestFile(f"{path}: {reason}") from cause
+        is_system = isinstance(cause, OSError)
+        raise InvalidRequestFile(file_problem(cause) if is_system else f"{path}: it is not UTF-8") from cause
 
 
 def _parsers(path: Path) -> Any:

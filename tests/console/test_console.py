@@ -402,7 +402,7 @@ def test_the_work_inside_of_a_step_is_told_live(logged_in: Page, server: Server)
 def test_a_long_error_leaves_the_list_of_jobs_readable(logged_in: Page, server: Server) -> None:
     client = server.client()
     file = client.files.create(
-        file=("wrong.jsonl", b"".join(b'{"nothing%d": 1}\n' % line for line in range(20))),
+        file=("wrong.jsonl", b'{"messages": []}\n' + b"".join(b'{"nothing%d": 1}\n' % n for n in range(20))),
         purpose="fine-tune",
     )
     job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="wrong")

@@ -65,6 +65,27 @@ def test_a_backup_has_the_blobs_that_are_deleted_or_written_while_the_database_i
     assert (manifest.blobs, manifest.size) == (3, 15)
 
 
+@pytest.mark.parametrize("place", ["store", "store/backups/today", "link/today", "other/../store/today"])
+def test_a_folder_inside_of_the_store_is_refused_because_it_would_be_copied_into_itself(
+    database_url: str, blobs: FolderBlobs, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    before = sorted((tmp_path / "store").rglob("*"))
+
+    with pytest.raises(
+        BackupFailed, match=r"it is inside of the store .*store, .*name a folder outside of it"
+    ):
+        backup.back_up(database_url, blobs, tmp_path / place, time=1.0)
+    assert sorted((tmp_path / "store").rglob("*")) == before
+
+
+def test_a_folder_without_a_backup_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(
+        BackupFailed, match=r"none: it has no complete backup, because its manifest\.json is missing"
+    ):
+        BackupManifest.load(tmp_path / "none")
+
+
 @pytest.mark.parametrize("name", ["a ? in it", "50%20", "a#b"])
 def test_a_folder_may_have_characters_that_urls_escape(
     database_url: str, blobs: FolderBlobs, tmp_path: Path, name: str

@@ -201,7 +201,7 @@ def said_by(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ('[models.a]\nhub = "a/b"\nchat_template = "none.jinja"\n', "[models.a] chat_template is 'plain'"),
         ("[models.a\n", "Expected ']' at the end of a table declaration (at line 1"),
         ("\ufffe", "Invalid"),
-        (None, "[Errno 2] No such file"),
+        (None, "does not exist; check the path"),
     ],
 )
 def test_a_mistake_in_the_models_file_is_told_in_one_line(
@@ -226,7 +226,8 @@ def test_a_mistake_in_the_models_file_is_told_in_one_line(
 
     line = said_by(command, capsys)
 
-    assert line.startswith(f"REGRAFT_MODELS_FILE: {file}: {said}")
+    assert line.startswith(f"REGRAFT_MODELS_FILE: {file}")
+    assert said in line
     assert "\n" not in line
 
 

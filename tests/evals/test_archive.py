@@ -735,7 +735,9 @@ def test_secrets_in_the_metadata_of_an_import_are_masked_and_the_rest_is_kept(
 def test_an_imported_eval_with_the_schema_of_its_items_shows_it_and_checks_new_runs_by_it(
     client: OpenAI,
 ) -> None:
-    items = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    """As it is: its keys are the names of fields, also where they look like those of secrets."""
+    text = {"type": "string", "default": f"sk-proj-{SECRET}"}
+    items = {"type": "object", "properties": {"a": text, "api_key": text}, "required": ["a"]}
     made = MADE | {"data_source_config": {"type": "custom", "item_schema": items}}
 
     created = send(client, made)["eval"]

@@ -1276,7 +1276,7 @@ def test_a_model_is_promoted_and_an_alias_rolled_back(
     ("argv", "code", "said"),
     [
         (["jobs", "show", "ftjob-none"], 3, "Could not find fine tune: ftjob-none (fine_tune_not_found"),
-        (["jobs", "create", "-f", "none.toml"], 2, "none.toml: No such file or directory"),
+        (["jobs", "create", "-f", "none.toml"], 2, "none.toml does not exist; check the path"),
         (["jobs"], 2, "required: COMMAND"),
         (["graders", "run", "--grader", "g.py"], 2, "Pass either --sample TEXT"),
         (["files", "upload", "none.jsonl"], 2, "No such file: none.jsonl"),
@@ -1444,7 +1444,7 @@ def test_a_tuned_model_is_asked_with_the_messages_of_a_row(
     for place, words in (
         ("rows.jsonl:3", "rows.jsonl:3 has no messages with one of the user"),
         ("rows.jsonl:4", "rows.jsonl has no row 4"),
-        ("none.jsonl", "No such file"),
+        ("none.jsonl", "none.jsonl does not exist"),
     ):
         code, _, err = regraft("chat", "ft:tiny", "you", "--like", place)
         assert code == 2

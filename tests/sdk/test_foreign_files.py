@@ -11,6 +11,8 @@ import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,7 @@ from regraft.literals import FileMethod
 
 from core.database.tables import File
 from core.jobs.job_files import BadFile
-from core.storage.datasets import MAX_TRAINING_ROWS
+from core.storage.datasets import MAX_LINE_BYTES, MAX_TRAINING_ROWS
 from core.storage.foreign_files import (
     ARROW_FILE,
     ARROW_STREAM,
@@ -453,7 +455,7 @@ FOREIGN |= {
         NO_CONTAINER,
     ),
     "a question with its answer under another name": (
-        lines(*[{"question": "1 + 1?", "solution": "2"}] * TWELVE),
+        lines(*[{"question": "1 + 1?", "a": "2"}] * TWELVE),
         "supervised",
         "the rows have their prompt in the key question; write it as messages. `regraft convert FILE --to sft --map "
         "answer=FIELD` does that.",
@@ -465,6 +467,48 @@ FOREIGN |= {
         "the rows have their prompt in the key prompt; they can become rows for method 'reinforcement', not for "
         "'supervised'.",
         NO_CONTAINER,
+    ),
+    "unknown keys": (
+        lines(*[{"q": "1 + 1?", "a": "2"}] * TWELVE),
+        "supervised",
+        "the rows have no known key for their prompt (they have q, a); write them as messages. `regraft convert FILE "
+        "--to sft --map prompt=FIELD --map answer=FIELD` does that.",
+        NO_CONTAINER,
+    ),
+    "a known key with a capital": (
+        lines(*[{"Messages": ROW["messages"], "answer": "2"}] * TWELVE),
+        "reinforcement",
+        "the rows have no known key for their prompt (they have Messages, answer); write them as messages. "
+        f"{does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns with unknown names": (
+        json.dumps({"q": [f"{n}?" for n in range(TWELVE)], "a": ["b"] * TWELVE}).encode(),
+        "supervised",
+        "the file is one JSON object with its columns; write one object per line. `regraft convert FILE --to sft "
+        "--map prompt=FIELD --map answer=FIELD` does that.",
+        NO_CONTAINER,
+    ),
+    "columns of pandas with unknown names": (
+        json.dumps({name: {str(n): name for n in range(TWELVE)} for name in ("q", "a", "b")}).encode(),
+        "dpo",
+        "the file is one JSON object with its columns; pairs need two answers in each row: if these have them, name "
+        "them with `regraft convert FILE --to dpo --map prompt=FIELD --map chosen=FIELD --map rejected=FIELD`.",
+        NO_CONTAINER,
+    ),
+    "a table with two unknown columns for preferences": (
+        b"question,a,b\n" + b"1 + 1?,2,3\n" * TWELVE,
+        "dpo",
+        "the file is CSV with the columns question, a, b; pairs need two answers in each row: if these have them, name "
+        "them with `regraft convert FILE --to dpo --map chosen=FIELD --map rejected=FIELD`.",
+        True,
+    ),
+    "a table with one answer for preferences": (
+        b"q,a\n" + b"1 + 1?,2\n" * TWELVE,
+        "dpo",
+        "the file is CSV with the columns q, a; its rows can become rows for method 'reinforcement' or 'supervised', "
+        "not for 'dpo'.",
+        True,
     ),
     "a tar archive": (a_tar("w"), "reinforcement", "the file is a tar archive; unpack it.", True),
     "a compressed archive": (a_tar("w:gz"), "reinforcement", "the file is a tar archive; unpack it.", True),
@@ -541,7 +585,7 @@ def test_a_foreign_file_is_named_in_one_sentence_everywhere(
         with pytest.raises(openai.BadRequestError) as refused:
             client.files.create(file=path, purpose="fine-tune")
         assert refused.value.code == "invalid_file_format"
-        assert sentence.split(".")[0] in refused.value.message
+        assert sentence.split(";")[0] in refused.value.message
     else:
         file = client.files.create(file=path, purpose="fine-tune")
         assert client.profile(file.id, method=method).foreign_format == sentence
@@ -555,7 +599,9 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
     path.write_bytes(content)
     target = TARGETS[method]
     if f"--to {target}" not in sentence:
-        with pytest.raises(ValueError, match=f"has no (two answers|answer)|{re.escape(sentence[:30])}"):
+        with pytest.raises(
+            ValueError, match=f"has no (two answers|answer|prompt)|{re.escape(sentence[:30])}"
+        ):
             convert(path, target, tmp_path / "ours.jsonl")
         assert not (tmp_path / "ours.jsonl").exists()
         return
@@ -568,8 +614,9 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
 
 
 def told(sentence: str) -> dict[str, str]:
-    """What a user writes for FIELD, in the one file whose sentence asks for it."""
-    return {"answer": "solution"} if "--map answer=FIELD" in sentence else {}
+    """What a user writes for FIELD, in the files whose sentences ask for it."""
+    fields = {"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}
+    return {name: field for name, field in fields.items() if f"--map {name}=FIELD" in sentence}
 
 
 @table
@@ -585,7 +632,7 @@ def test_each_command_that_the_sentence_about_rows_names_works(
     needs_pyarrow = found in (PARQUET, ARROW_FILE, ARROW_STREAM, ZSTD)
     for target in () if needs_pyarrow else found.targets:
         assert f"{target}" in found.sentence()
-        names = told(found.sentence()) if target != "rft" else {}
+        names = told(found.sentence())
         assert convert(path, target, tmp_path / f"{target}.jsonl", names=names).rows > 0
 
 
@@ -881,6 +928,39 @@ CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
         "rft",
         {"prompt": "task", "answer": "label"},
         {"messages": [USER], "answer": 2, "page": 7},
+    ),
+    "a prompt and an answer that are numbers": (
+        {"task": 11, "label": 2},
+        "sft",
+        {"prompt": "task", "answer": "label"},
+        {"messages": [{"role": "user", "content": "11"}, ANSWER]},
+    ),
+    "answers that are numbers, and one message as the prompt": (
+        {"task": USER, "good": 2, "bad": 3},
+        "dpo",
+        {"prompt": "task", "chosen": "good", "rejected": "bad"},
+        PAIR,
+    ),
+    "a system message and a context that are numbers": (
+        {"task": "1 +", "rest": 5, "how": 8, "label": "2"},
+        "rft",
+        {"prompt": "task", "context": "rest", "system": "how", "answer": "label"},
+        {
+            "messages": [{"role": "system", "content": "8"}, {"role": "user", "content": "1 +\n\n5"}],
+            "answer": "2",
+        },
+    ),
+    "messages in a text of JSON": (
+        {"chat": json.dumps([USER]), "label": "2"},
+        "rft",
+        {"messages": "chat", "answer": "label"},
+        ROW,
+    ),
+    "turns of ShareGPT under another name": (
+        {"chat": [{"from": "human", "value": "1 + 1?"}], "label": "2"},
+        "rft",
+        {"prompt": "chat", "answer": "label"},
+        ROW,
     ),
     "paths into fields": (
         {"task": {"text": ["1 + 1?"]}, "reward.model": {"ground_truth": "2"}},
@@ -1209,6 +1289,97 @@ def test_tables_of_common_programs_are_recognized_and_converted(
     assert convert_text(tmp_path, content.encode(), "rft", **names) == [{"messages": [USER], "answer": "2"}]
 
 
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_the_messages_in_a_column_of_json_are_read_whatever_its_name(name: str, tmp_path: Path) -> None:
+    content = table_of([{"chat": [USER], "label": "2"}])
+
+    assert convert_text(tmp_path, content, "rft", **{name: "chat", "answer": "label"}) == [ROW]
+
+
+NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {
+    "texts in the prompt": (
+        {"q": ["1 + 1?"], "answer": "2"},
+        "rft",
+        {"prompt": "q"},
+        "has in prompt a list that is no text and no messages; for one text of it use --map prompt=FIELD[0]",
+    ),
+    "an object in the prompt": (
+        {"q": {"text": "1 + 1?"}, "answer": "2"},
+        "rft",
+        {"prompt": "q"},
+        "has in prompt an object that is no text and no messages",
+    ),
+    "null in the prompt": ({"q": None, "answer": "2"}, "rft", {"prompt": "q"}, "has null in prompt"),
+    "texts in the answer": (
+        {"prompt": "1 + 1?", "a": ["2"]},
+        "sft",
+        {"answer": "a"},
+        "has in answer a list that is no text and no messages; for one text of it use --map answer=FIELD[0]",
+    ),
+    "numbers in a preferred answer": (
+        {"prompt": "1 + 1?", "a": [2], "b": "3"},
+        "dpo",
+        {"chosen": "a", "rejected": "b"},
+        "has in chosen a list that is no text and no messages",
+    ),
+    "an object in an answer": (
+        {"prompt": "1 + 1?", "a": {"value": 2}},
+        "sft",
+        {"answer": "a"},
+        "has in answer an object that is no text and no messages",
+    ),
+    "a list in the system message": (
+        {"prompt": "1 + 1?", "s": ["Be brief."]},
+        "rft",
+        {"system": "s"},
+        "has in s a list, and system is a text",
+    ),
+    "a number in the earlier turns": (
+        {"prompt": "1 + 1?", "h": 4},
+        "rft",
+        {"history": "h"},
+        "has in h a number, and history is a list of messages, or JSON of one",
+    ),
+    "a text in the messages": (
+        {"q": "1 + 1?"},
+        "rft",
+        {"messages": "q"},
+        "has in q a string, and messages is a list of messages, or JSON of one",
+    ),
+    "messages as Python prints them": (
+        {"q": str([USER])},
+        "rft",
+        {"prompt": "q"},
+        "has in prompt a list as Python prints it: write it with json.dumps",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "target", "names", "words"), NOT_TEXT.values(), ids=NOT_TEXT.keys())
+@pytest.mark.parametrize("put", [lines, as_parquet], ids=["JSONL", "Parquet"])
+def test_a_value_that_is_no_text_is_refused_by_the_name_of_its_field(
+    row: dict[str, Any],
+    target: Target,
+    names: dict[str, str],
+    words: str,
+    put: Callable[..., bytes],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidDataset, match=re.escape(f"line 1: {words}")):
+        convert_text(tmp_path, put(row), target, **names)
+
+
+def test_dates_and_times_are_texts_and_bytes_are_none(tmp_path: Path) -> None:
+    row = {"prompt": "When?", "day": date(2026, 11, 28), "sum": Decimal("1.50"), "image": b"x"}
+
+    [day] = convert_text(tmp_path, as_parquet(row), "sft", answer="day")
+    [total] = convert_text(tmp_path, as_parquet(row), "sft", answer="sum")
+
+    assert [made["messages"][1]["content"] for made in (day, total)] == ["2026-11-28", "1.50"]
+    with pytest.raises(InvalidDataset, match="line 1: has an answer or a prompt that is no text: b'x'"):
+        convert_text(tmp_path, as_parquet(row), "sft", answer="image")
+
+
 def test_a_table_with_one_column_is_recognized_by_its_name_or_by_that_of_the_file(tmp_path: Path) -> None:
     assert (
         convert_text(tmp_path, b'Prompt\r\n1 + 1?\r\n"1, 2"\r\n', "rft")[1]["messages"][0]["content"]
@@ -1226,6 +1397,66 @@ def test_the_name_of_a_table_is_believed_where_its_lines_differ(tmp_path: Path) 
 
     with pytest.raises(InvalidDataset, match="line 2: has 1 cells, and line 1 has 2 names"):
         convert(tmp_path / "theirs.csv", "rft", tmp_path / "ours.jsonl", names={"prompt": "Frage"})
+
+
+NAMED = {
+    "one column": (
+        "theirs.csv",
+        b"Frage\n1 + 1?\n",
+        "the file is CSV with the column Frage; write one object per line",
+    ),
+    "a name with a colon": (
+        "theirs.tsv",
+        b"Frage: was?\tAntwort\n1 + 1?\t2\n",
+        "the file is CSV with the columns Frage: was?, Antwort; write one object per line",
+    ),
+    "a name with the comma of another table": (
+        "theirs.CSV",
+        b"Frage (kurz, lang);Antwort\n1 + 1?;2\n",
+        "the file is CSV with the columns Frage (kurz, lang), Antwort; write one object per line",
+    ),
+    "a short line": (
+        "theirs.csv",
+        b"Frage,Wert\na\n",
+        "the file is CSV with the columns Frage, Wert; write one object per line",
+    ),
+    "JSON that is a cell": (
+        "theirs.csv",
+        b'{"q": "1 + 1?"},2\n',
+        "the file is named as CSV, and its first line does not name columns; write the names of the columns into the "
+        "first line",
+    ),
+    "a column without a name": (
+        "theirs.csv",
+        b"a,,b\n1,2,3\n",
+        "the file is named as CSV, and its first line does not name columns; write the names of the columns into the "
+        "first line",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), NAMED.values(), ids=NAMED.keys())
+def test_the_name_of_a_file_decides_everywhere_where_its_content_may_be_a_table_or_not(
+    name: str, content: bytes, sentence: str, desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / name).write_bytes(content)
+    (desk / "job.json").write_text(json.dumps(job("reinforcement") | {"training_file": name}))
+
+    assert main(["validate", name]) == 1
+    assert capsys.readouterr().out.startswith(f"{name}: {sentence}")
+    assert main(["jobs", "create", "-f", "job.json"]) == 1
+    assert capsys.readouterr().err.startswith(f"regraft: {name}: {sentence}")
+    with pytest.raises(openai.BadRequestError, match=re.escape(sentence)):
+        client.files.create(file=desk / name, purpose="fine-tune")
+
+
+@pytest.mark.parametrize("content", [lines(*ROWS), lines(ROW | {"text": "a, b\n" * 20_000})])
+def test_rows_in_a_file_that_is_named_as_a_table_are_read_as_rows(content: bytes, desk: Path) -> None:
+    (desk / "theirs.csv").write_bytes(content)
+
+    assert detect([content], "theirs.csv") is None
+    assert main(["validate", "theirs.csv"]) == 0
+    assert convert(desk / "theirs.csv", "rft", desk / "ours.jsonl").rows == len(content.splitlines())
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -1307,6 +1538,37 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         "rft",
         {},
         "line 3: has 1 cells, and line 1 has 2 names",
+    ),
+    "a table with a quote that is not closed": (
+        b'question,answer\r\n"1\n+ 1?",2\r\n2 + 2?,"4\r\n3 + 3?,6\r\n',
+        "rft",
+        {},
+        "line 4: has wrong quotes (unexpected end of data, at line 5): close the quote, or write a quote inside of a "
+        'cell as ""',
+    ),
+    "a table whose first row has a quote that is not closed": (
+        b'question\tanswer\n"1 + 1?\t2\n2 + 2?\t4\n',
+        "rft",
+        {},
+        "line 2: has wrong quotes (unexpected end of data, at line 3)",
+    ),
+    "a table with a quote that another row closes": (
+        b'question,answer\n1 + 1?,"2\n2 + 2?,4\n3 + 3?,"6"\n',
+        "rft",
+        {},
+        "line 2: has wrong quotes (',' expected after '\"', at line 4)",
+    ),
+    "a table with a quote that is open for the longest cell": (
+        b'question,answer\n1 + 1?,"2\n' + b"2 + 2?,4\n" * (MAX_LINE_BYTES // 9 + 1),
+        "rft",
+        {},
+        "line 2: has wrong quotes (field larger than field limit (4194304), at line 46",
+    ),
+    "a table with a short line after a cell of two lines": (
+        b'prompt,answer\n"a\nb",c\nd\n',
+        "rft",
+        {},
+        "line 4: has 1 cells, and line 1 has 2 names",
     ),
     "a table with a column twice": (
         b"prompt,label,label\na,b,c\n",
@@ -1491,7 +1753,8 @@ def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, clien
             json.dumps({"data": ROWS}),
             ' the file is one JSON object with its rows in {"data": [...]}; write one',
         ),
-        (lines({"text": "a"}).decode(), "1: messages: is missing"),
+        (lines({"text": "a"}).decode(), " the rows have no known key for their prompt (they have text);"),
+        (lines(ROW, {"text": "a"}).decode(), "2: messages: is missing"),
     ],
 )
 def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
@@ -1501,6 +1764,17 @@ def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
 
     assert main(["validate", "train.json"]) == 1
     assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+def test_lists_of_one_length_in_a_row_among_others_are_no_columns(tmp_path: Path) -> None:
+    rows = [{"q": ["1 + 1?", "x"], "a": ["2", "y"]}, {"q": ["2 + 2?", "x"], "a": ["4", "y"]}]
+    names = {"prompt": "q[0]", "answer": "a[0]"}
+
+    made = convert_text(tmp_path, lines(*rows), "rft", **names)
+    [alone] = convert_text(tmp_path, as_parquet(rows[0]), "rft", **names)
+
+    assert [row["answer"] for row in made] == ["2", "4"]
+    assert alone["answer"] == "2"
 
 
 @pytest.mark.parametrize("indent", [None, 2])

@@ -118,8 +118,12 @@ def test_values_are_json_or_text() -> None:
         ("job.toml", "model = ", "job.toml: "),
         ("job.json", "[1]", "expected a table"),
         ("job.ini", "a=1", r"\.toml, \.json or \.yaml"),
-        ("job.toml", 'training_file = "none.jsonl"', "training_file: no such file: .*none.jsonl"),
-        ("job.toml", 'grader = "none.py"', r"none\.py: No such file"),
+        (
+            "job.toml",
+            'training_file = "none.jsonl"',
+            r"job\.toml: training_file: no such file: .*none\.jsonl",
+        ),
+        ("job.toml", 'grader = "none.py"', r"none\.py does not exist"),
         (
             "job.toml",
             "grader = {}\n[method.reinforcement]\ngrader = {}",

@@ -43,8 +43,8 @@ def test_a_list_goes_on_over_all_its_pages(
     client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], job_id: str
 ) -> None:
     async def walk() -> list[Any]:
-        async with make_async() as client:
-            return [one.id async for one in client.rollouts.list(job_id, limit=2)]
+        async with make_async() as remote:
+            return [one.id async for one in remote.rollouts.list(job_id, limit=2)]
 
     page = client.rollouts.list(job_id, limit=2)
 
@@ -81,8 +81,8 @@ def test_prompts_have_their_mean_rewards_and_the_page_what_all_come_to(
     client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House, job_id: str
 ) -> None:
     async def walk() -> list[Any]:
-        async with make_async() as client:
-            return [one.id async for one in client.rollouts.prompts(job_id, split="train", limit=1)]
+        async with make_async() as remote:
+            return [one.id async for one in remote.rollouts.prompts(job_id, split="train", limit=1)]
 
     answer = {"split": "train", "member": 0, "messages": [], "finish_reason": "stop", "completion_tokens": 1}
     house.rollouts(job_id, 4, [answer | {"line": 8, "output_text": "?", "score": 0.0}])
@@ -118,8 +118,8 @@ def test_all_that_is_wanted_is_downloaded_as_one_file(
     client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], job_id: str, tmp_path: Path
 ) -> None:
     async def download() -> Path:
-        async with make_async() as client:
-            return await client.rollouts.download(job_id, tmp_path / "async.jsonl", graded=False)
+        async with make_async() as remote:
+            return await remote.rollouts.download(job_id, tmp_path / "async.jsonl", graded=False)
 
     lines = client.rollouts.download(job_id, tmp_path / "all.jsonl")
     table = client.rollouts.download(
@@ -175,8 +175,8 @@ def test_another_formula_is_compared_with_the_stored_scores(
     )
 
     async def asked() -> regraft.WhatIf:
-        async with make_async() as client:
-            return await client.rollouts.what_if(
+        async with make_async() as remote:
+            return await remote.rollouts.what_if(
                 job_id, "close", pass_threshold=0.75, advantage_scale="group", split="train"
             )
 
@@ -232,8 +232,8 @@ def test_the_values_of_the_tokens_of_an_answer_are_read(
     client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House, job_id: str
 ) -> None:
     async def read() -> regraft.RolloutTokens:
-        async with make_async() as client:
-            return await client.rollouts.tokens(job_id, "rollout_9_t_0_0")
+        async with make_async() as remote:
+            return await remote.rollouts.tokens(job_id, "rollout_9_t_0_0")
 
     token = {"text": "4", "logprob": -0.5, "advantage": 1.5, "gap": 0.25}
     answer = {"step": 9, "split": "train", "group": 0, "member": 0, "line": 3, "messages": "[]", "score": 1.0}

@@ -12,6 +12,7 @@ from core.outages import Resource, outage
 from core.settings import Settings
 from core.storage import backup
 from core.storage.store import setting_of
+from core.system_errors import file_problem
 from worker.cli.parser import UsageError
 from worker.cli.service import configured, open_blobs_of, print_findings, refusing_database
 
@@ -49,8 +50,10 @@ def _refusals(settings: Settings) -> Iterator[None]:
     with refusing_database(settings):
         try:
             yield
-        except (backup.BackupFailed, OSError) as refused:
+        except backup.BackupFailed as refused:
             raise UsageError(str(refused)) from refused
+        except OSError as cause:
+            raise UsageError(file_problem(cause)) from cause
         except Exception as cause:  # of S3's library
             setting = setting_of(cause, settings)
             if setting is None and outage(cause) is not Resource.BLOB_STORE:

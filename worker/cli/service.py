@@ -46,6 +46,7 @@ from core.settings import Settings, unknown_variables
 from core.storage import fsck, self_test
 from core.storage.disk import Disks
 from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
+from core.system_errors import file_problem
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
 from core.tenancy import keys, sessions
@@ -534,7 +535,7 @@ def dispatcher(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--templates: {invalid}") from invalid
     except OSError as cause:
         raise UsageError(
-            f"--account: {cause}. A pod has these files if it mounts the token of its ServiceAccount"
+            f"--account: {file_problem(cause)}. A pod has these files if it mounts the token of its ServiceAccount"
         ) from cause
     with serve_metrics(settings):
         prepare(settings, first_key=False)
@@ -830,7 +831,7 @@ def _make_data_folder(settings: Settings) -> None:
     try:
         private.make_folder(settings.data_dir)
     except OSError as cause:
-        raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
+        raise UsageError(f"REGRAFT_DATA_DIR: {file_problem(cause)}") from cause
 
 
 @contextmanager
@@ -848,7 +849,7 @@ def refusing_database(settings: Settings) -> Iterator[None]:
 
 def database_fails(settings: Settings, cause: DBAPIError | OSError) -> UsageError:
     """Quote the driver. SQLAlchemy's own text has the statement, and the address of a page about it."""
-    reason = str(cause.orig if isinstance(cause, DBAPIError) else cause).strip()
+    reason = file_problem(cause) if isinstance(cause, OSError) else str(cause.orig).strip()
     if backend_of(settings.database) != "sqlite":
         return UsageError(f"REGRAFT_DATABASE_URL: {reason}")
     setting = "REGRAFT_DATABASE_URL" if settings.database_url else "REGRAFT_DATA_DIR"
@@ -926,7 +927,7 @@ def sole_owner(settings: Settings) -> Iterator[None]:
     try:
         file = (settings.data_dir / "lock").open("w")
     except OSError as cause:
-        raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
+        raise UsageError(f"REGRAFT_DATA_DIR: {file_problem(cause)}") from cause
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from core.hardware import JobSizes
+from core.system_errors import file_problem
 from worker.dispatch.kubernetes import KINDS, ObjectKind
 
 JOB_LABEL = "regraft.dev/job"
@@ -207,7 +208,7 @@ def _read(path: Path) -> JobTemplate:
 
 def _problem(cause: OSError | ValueError) -> str:
     if not isinstance(cause, ValidationError):
-        return str(cause)
+        return file_problem(cause)
     first = cause.errors()[0]
     where = "".join(f"{part}: " for part in first["loc"])
     return where + first["msg"].removeprefix("Value error, ")

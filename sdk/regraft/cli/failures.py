@@ -6,6 +6,7 @@ import httpx2
 import openai
 
 from regraft._rules.datasets import InvalidDataset
+from regraft._rules.system_errors import file_problem
 from regraft.cli.files import invalid_report, problem_lines
 from regraft.cli.shared import AUTH, BY_STATUS, NO, UNREACHABLE, USAGE, Refused
 from regraft.config import NotConfigured
@@ -49,8 +50,10 @@ def failure_of(error: Exception) -> Failure | None:
             return Failure(AUTH, str(error), "not_configured")
         case InvalidDataset():
             return Failure(NO, "\n".join(problem_lines(invalid_report("the file", error))), "invalid_dataset")
-        case InvalidRequestFile() | InvalidGate() | InvalidId() | Refused() | OSError() | httpx2.InvalidURL():
+        case InvalidRequestFile() | InvalidGate() | InvalidId() | Refused() | httpx2.InvalidURL():
             return Failure(USAGE, str(error), "invalid_command")
+        case OSError():
+            return Failure(USAGE, file_problem(error), "invalid_command")
     return None
 
 

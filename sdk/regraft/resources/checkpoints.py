@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from openai import AsyncStream
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
+from regraft._rules.system_errors import file_problem
 from regraft.errors import DownloadCorrupt
 from regraft.routes import route
 from regraft.saving import async_chunks
@@ -109,7 +110,7 @@ def _compare(folder: Path) -> None:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         expected = {file["name"]: file["sha256"] for file in manifest["checkpoint"]["files"]}
     except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise DownloadCorrupt(f"The archive has no usable {MANIFEST}: {cause}") from cause
+        raise DownloadCorrupt(f"The archive has no usable {MANIFEST}: {file_problem(cause)}") from cause
     for name, sha256 in expected.items():
         path = folder / name
         if not path.is_file():

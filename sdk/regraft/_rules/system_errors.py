@@ -1,0 +1,1 @@
+../../../core/system_errors.py
