@@ -340,12 +340,8 @@ class Served(StrictModel):
     thinking_budget: int | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON for the inference server; omits unset fields that are unknown to the previous release."""
-        newer = {"chat_template", "chat_template_kwargs", "thinking_budget"}
-        wire = self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
-        if self.adapter is not None and not self.adapter.is_whole:
-            del wire["adapter"]["is_whole"]
-        return wire
+        """The JSON for the inference server, without fields that have their default."""
+        return self.model_dump(mode="json", exclude_defaults=True)
 
 
 class InternalRequest(StrictModel):
