@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from core import chat_templates
-from core.masking import hide_places
+from core.masking import hide_addresses
 from core.response_format import ResponseFormat, response_schema
 from core.storage.manifests import is_whole_model
 from core.storage.message_rows import MAX_TOOLS, TOOL_NAME
@@ -411,4 +411,4 @@ def token_usage(prompt: int, completion: int, *, cached: int = 0, reasoning: int
 def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape. All errors of the inference server pass here; engines name files in theirs."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": hide_places(message), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": hide_addresses(message), "type": kind, "param": param, "code": code}}
