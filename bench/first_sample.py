@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session
 from bench.models import SMOLLM2
 from bench.queue import is_sampled, is_validated, when
 from bench.report import report
+from bench.sizes import TINY, sized
 from core.database.engine import Database
 from core.database.tables import Event
 from core.registry import Registry
@@ -31,9 +32,10 @@ from core.settings import Settings
 from tests.e2e.conftest import ROOT, Server, launch
 from tests.e2e.test_openai_client import TRAIN, VALID, create, method, upload
 from tests.servers import reserve_port
+from tests.tiny import make_tiny_model
 from worker.model.policy import source_of
 
-JOBS = 3
+JOBS = sized(3, 1)
 PATIENCE = 600.0  # seconds; the first job has vLLM compile
 KEY = "the-secret-of-this-fleet"
 ADVANCED = {"sampling": {"group_size": 4, "max_completion_tokens": 4}, "lora": {"rank": 8}}
@@ -44,7 +46,8 @@ def main() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = source_of(Registry.load(None).get(SMOLLM2), folder / "models")
+        entry = Registry.load(None).get(SMOLLM2)
+        source = make_tiny_model(folder / "model") if TINY else source_of(entry, folder / "models")
         models = f'[models.tiny]\npath = "{source}"\ndtype = "float32"\ncontext = 512\n'
         alone = served(folder / "alone", models, REGRAFT_SAMPLER="vllm", REGRAFT_KV_CACHE_GIB="0.25")
         with running_fleet(folder / "fleet", models) as addresses:
@@ -96,7 +99,7 @@ def running_fleet(folder: Path, models: str) -> Iterator[dict[str, str]]:
             "REGRAFT_MODELS_FILE": str(registry),
             "REGRAFT_KV_CACHE_GIB": "0.25",
             # On a CPU vLLM computes every adapter with the rank of its slot.
-            "REGRAFT_INFERENCE_MAX_LORA_RANK": str(ADVANCED["lora_rank"]),
+            "REGRAFT_INFERENCE_MAX_LORA_RANK": str(ADVANCED["lora"]["rank"]),
         },
     )
     try:

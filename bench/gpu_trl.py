@@ -3,12 +3,12 @@
 import hashlib
 import statistics
 import tempfile
-import time
 from typing import Any
 
 import torch
 
 from bench.gpu_models import RANK, Shape, prompt, random_base
+from bench.trl_side import clock
 from core.units import GIB
 from worker.packages import vllm_version
 
@@ -19,23 +19,13 @@ ANSWERS_AT_ONCE = 32  # more would not fit: TRL computes the logits of a micro-b
 def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        seconds: list[float] = []
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.start)
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         """Tells nearly any two answers apart, so that no group is skipped."""
         return [hashlib.sha256(text.encode()).digest()[0] / 255 for text in completions]
 
-    on_gpu, clock = device == "cuda", Clock()
+    on_gpu, timed = device == "cuda", clock()
     with_vllm = on_gpu and vllm_version() is not None
     answers = shape.prompts * shape.group
     at_once = min(ANSWERS_AT_ONCE, answers)
@@ -72,10 +62,10 @@ def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
                 r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
             ),
             train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
-            callbacks=[clock],
+            callbacks=[timed],
         )
         trainer.train()
-    step = statistics.median(clock.seconds[1:])
+    step = statistics.median(timed.seconds[1:])
     return {
         "step_seconds": step,
         "tokens_per_second": shape.prompts * shape.group * shape.answer / step,

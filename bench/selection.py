@@ -10,14 +10,16 @@ import random
 import statistics
 
 from bench.report import report
+from bench.sizes import sized
 from worker.recording.verdict import compare
 
-CHECKPOINTS, JOBS = 10, 200
+CHECKPOINTS, JOBS = 10, sized(200, 4)
+ROWS = sized((16, 50, 200, 1000), (16,))
 
 
 def main() -> None:
     figures = {}
-    for rows in (16, 50, 200, 1000):
+    for rows in ROWS:
         for name, validations in (("independent", independent), ("drifting", drifting)):
             draw = random.Random(rows)
             found = [

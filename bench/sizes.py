@@ -1,7 +1,6 @@
 """The sizes of a bench: full ones for figures, and with `--tiny` the least that runs all of its code.
 
-Figures of a tiny run say nothing. The tests run the benches of the table so, except those that
-compare with TRL (tests/test_bench.py).
+Figures of a tiny run say nothing: tests/test_bench.py runs the benches so.
 """
 
 import sys
@@ -11,6 +10,7 @@ T = TypeVar("T")
 TINY = "--tiny" in sys.argv
 if TINY:  # the parsers of the benches need not know it
     sys.argv.remove("--tiny")
+FORWARDED = ["--tiny"] * TINY  # to the processes that a bench starts of itself
 
 
 def sized(full: T, tiny: T) -> T:

@@ -13,14 +13,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.report import report
+from bench.sizes import FORWARDED, sized
+from bench.trl_side import ON_CPU
 
 COLORS = ("red", "green", "blue", "iron")
-SEEDS, STEPS, GROUP, ANSWER, RATE, RANK = 30, 80, 8, 4, 3e-3, 8
+SEEDS, STEPS = sized((30, 80), (2, 4))
+GROUP, ANSWER, RATE, RANK = 8, 4, 3e-3, 8
 QUARTERS = 4
 STUDENT_95 = 2.045  # of 29 degrees of freedom
 
@@ -59,7 +62,7 @@ def main() -> None:
 
 def measured(side: str, seeds: int) -> list[list[float]]:
     """The mean reward of each step, by seed."""
-    command = [sys.executable, "-m", "bench.sparse", "--side", side, "--seeds", str(seeds)]
+    command = [sys.executable, "-m", "bench.sparse", "--side", side, "--seeds", str(seeds), *FORWARDED]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=one_thread)
     curves: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
@@ -79,8 +82,8 @@ def score(text: str, color: str) -> float:
     return float(color in text.split())
 
 
-def ours(seed: int, optimizer: Mapping[str, Any] | None = None) -> list[float]:
-    """The mean reward of each step. `optimizer`: hyperparameters in place of the task's learning rate."""
+def ours(seed: int) -> list[float]:
+    """The mean reward of each step."""
     from core.jobs.hyperparameters import Hyperparameters, resolve
     from core.registry import BaseModelEntry
     from graders.types import Grade
@@ -98,7 +101,7 @@ def ours(seed: int, optimizer: Mapping[str, Any] | None = None) -> list[float]:
     policy = Policy(base, rank=RANK, alpha=2 * RANK, seed=seed)
     advanced = {
         "loss": {"type": "dapo"},
-        "optimizer": {"learning_rate": RATE, **(optimizer or {})},
+        "optimizer": {"learning_rate": RATE},
         "sampling": {"group_size": GROUP, "max_completion_tokens": ANSWER},
         "lora": {"rank": RANK, "alpha": 2 * RANK},
     }
@@ -159,13 +162,7 @@ def trl(seed: int) -> list[float]:
                 weight_decay=0.0,
                 loss_type="dapo",
                 scale_rewards="batch",
-                bf16=False,
-                gradient_checkpointing=False,
-                use_cpu=True,
-                report_to="none",
-                save_strategy="no",
-                logging_steps=1000,
-                disable_tqdm=True,
+                **ON_CPU,
                 seed=seed,
             ),
             peft_config=LoraConfig(

@@ -24,6 +24,7 @@ BENCHES = (
     "deal",
     "swap",
     "scale",
+    "engine",
     "api",
     "queue",
     "graders",
@@ -74,6 +75,7 @@ GOALS: dict[str, tuple[str, float]] = {
     "swap_seconds_rank_8": ("<=", 0.25),
     "swap_seconds_rank_32": ("<=", 0.25),
     "files_written": ("<=", 0),
+    "wire_us_per_token": ("<=", 1),
     # several engines
     "answers_equal": (">=", 1),
     "answers_equal_after_loss": (">=", 1),

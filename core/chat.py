@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from core import chat_templates
-from core.masking import hide_places
+from core.masking import hide_addresses
 from core.response_format import ResponseFormat, response_schema
 from core.storage.manifests import is_whole_model
 from core.storage.message_rows import MAX_TOOLS, TOOL_NAME
@@ -340,12 +340,8 @@ class Served(StrictModel):
     thinking_budget: int | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON for the inference server; omits unset fields that are unknown to the previous release."""
-        newer = {"chat_template", "chat_template_kwargs", "thinking_budget"}
-        wire = self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
-        if self.adapter is not None and not self.adapter.is_whole:
-            del wire["adapter"]["is_whole"]
-        return wire
+        """The JSON for the inference server, without fields that have their default."""
+        return self.model_dump(mode="json", exclude_defaults=True)
 
 
 class InternalRequest(StrictModel):
@@ -415,4 +411,4 @@ def token_usage(prompt: int, completion: int, *, cached: int = 0, reasoning: int
 def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape. All errors of the inference server pass here; engines name files in theirs."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": hide_places(message), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": hide_addresses(message), "type": kind, "param": param, "code": code}}

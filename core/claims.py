@@ -115,12 +115,12 @@ class Leases(Generic[Row]):
 
     def write(self, session: Session, claim: Claim, **values: Any) -> bool:
         """Write columns of the row without reading it. False: nothing, because the claim has lost the row."""
-        change = update(self.table).where(self._held_by(claim)).values(**values).returning(self.table.seq)
+        change = update(self.table).where(self._claimed_by(claim)).values(**values).returning(self.table.seq)
         return session.scalar(change.execution_options(synchronize_session=False)) is not None
 
-    def is_held(self, session: Session, claim: Claim) -> bool:
+    def is_current(self, session: Session, claim: Claim) -> bool:
         """Whether the claim still has the row."""
-        return session.scalar(select(self.table.seq).where(self._held_by(claim))) is not None
+        return session.scalar(select(self.table.seq).where(self._claimed_by(claim))) is not None
 
     def locked(self, session: Session, claim: Claim) -> Row:
         """The row, locked until the commit.
@@ -128,7 +128,7 @@ class Leases(Generic[Row]):
         Raises:
             LeaseLost: the claim has lost the row.
         """
-        row = session.scalar(select(self.table).where(self._held_by(claim)).with_for_update())
+        row = session.scalar(select(self.table).where(self._claimed_by(claim)).with_for_update())
         if row is None:
             raise LeaseLost(f"{claim.owner} no longer holds {claim.job_id} (epoch {claim.epoch})")
         return row
@@ -145,7 +145,7 @@ class Leases(Generic[Row]):
         with database.write() as session:
             yield session, self.locked(session, claim)
 
-    def _held_by(self, claim: Claim) -> ColumnElement[bool]:
+    def _claimed_by(self, claim: Claim) -> ColumnElement[bool]:
         # A released validation of a job keeps its status and its epoch, so the owner decides.
         held = self.table.status.in_(self.claimed) & self.table.lease_owner.is_not(None)
         return (self.table.id == claim.job_id) & (self.table.epoch == claim.epoch) & held

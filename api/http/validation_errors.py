@@ -39,7 +39,7 @@ def explain(complaints: Sequence[Complaint], sent: Any, fields: Collection[str] 
     if isinstance(cause, InvalidParameter):
         return InvalidRequest(str(cause), param=cause.param, code=cause.code)
     if not param and len(about) == 1:
-        return _whole_body(about[0], sent)
+        return _refusal_of_body(about[0], sent)
     mistake = translator.explain(param, about)
     meant = (
         _similar_field(param, about[0]["loc"], fields, sent) if mistake.code == "unknown_parameter" else None
@@ -84,7 +84,7 @@ def _hyperparameter(path: str, method: str) -> str | None:
     return hyperparameters.similar_hyperparameter(path)
 
 
-def _whole_body(complaint: Complaint, sent: Any) -> InvalidRequest:
+def _refusal_of_body(complaint: Complaint, sent: Any) -> InvalidRequest:
     """An error of fields that do not fit each other is that of the one with which its sentence begins."""
     if complaint["type"] == "json_invalid":
         where = f"{complaint['ctx']['error']} at character {complaint['loc'][-1]}"

@@ -52,7 +52,7 @@ class PipelineDriver:
         while True:
             claimed = await self._next_due()
             try:
-                await self._advance(*claimed)
+                await self.advance(*claimed)
             except Exception:
                 log.exception("a pipeline could not be advanced; it will be tried again")
 
@@ -69,15 +69,8 @@ class PipelineDriver:
                 with anyio.move_on_after(self.service.settings.reconcile_seconds):
                     await self._left.wait()
 
-    async def advance_next(self) -> bool:
-        """Advance the pipeline that was looked at longest ago; False: none is due."""
-        claimed = await self.claim_next()
-        if claimed is None:
-            return False
-        await self._advance(*claimed)
-        return True
-
-    async def _advance(self, claim: Claim, project_id: str) -> None:
+    async def advance(self, claim: Claim, project_id: str) -> None:
+        """Advance a claimed pipeline of this project as far as it goes now, and release it."""
         try:
             async with self._with_lease(claim) as hand_back:
                 hand_back.after = max(hand_back.after, await Advance(self.service, claim).run())

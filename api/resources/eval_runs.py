@@ -205,7 +205,7 @@ def list_output_items(
     assert isinstance(found, Job)
     page, model = validation_of(service, found, run_id)
     place = None
-    if after is not None and (place := evals.place_of(after, found.id, page.step)) is None:
+    if after is not None and (place := evals.position_of(after, found.id, page.step)) is None:
         raise catalog.no_cursor(after)
     [whole, *_] = evals.criteria(found.body["grader"])
     samples = rollouts.find(service.blobs, [page], Wanted(), after=place, descending=newest_first)
@@ -234,7 +234,7 @@ def retrieve_output_item(
         return ItemOut.of_item(run, item)
     assert isinstance(found, Job)
     page, model = validation_of(service, found, run_id)
-    place = evals.place_of(output_item_id, found.id, page.step)
+    place = evals.position_of(output_item_id, found.id, page.step)
     row = None if place is None else rollouts.at(service.blobs, page, place)
     if row is None:
         raise EvalNotFound("output_item", output_item_id)

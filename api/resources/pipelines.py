@@ -260,7 +260,7 @@ async def _refuse_job(
 async def _refuse_sweep(sweep: SweepStage, name: str, where: str, service: Service, project: Project) -> None:
     _refuse_job_of_sweep(sweep, where)
     try:
-        if (twice := sweeps.place_named_twice([*sweep.over])) is not None:
+        if (twice := sweeps.setting_named_twice([*sweep.over])) is not None:
             raise InvalidRequest(
                 f"Invalid value for 'over': '{twice}' names the same setting as another name.",
                 param=f"over.{twice}",

@@ -183,14 +183,9 @@ class RolloutOut(BaseModel):
     trace_id: EpisodeTrace
     output_reasoning: Annotated[str | None, Field(description="The thought of a reasoning model.")]
     finish_reason: str
-    prompt_tokens: Annotated[
-        int | None, Field(description="null: written by a version that did not count them.")
-    ]
+    prompt_tokens: int
     completion_tokens: int
-    reasoning_tokens: Annotated[
-        int | None,
-        Field(description="Of the completion tokens; null: written by a version that did not count them."),
-    ]
+    reasoning_tokens: Annotated[int, Field(description="Of the completion tokens.")]
     grammar_start: Annotated[int | None, Field(description="Index of the first token of the final answer.")]
     policy_step: Annotated[
         int | None, Field(description="Steps that the policy had learned from when it sampled the answer.")

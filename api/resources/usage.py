@@ -21,7 +21,7 @@ class UsageRowOut(BaseModel):
     """The sums of a group; a field that is not grouped by is null."""
 
     day: Annotated[str | None, Field(description="In UTC, as 2026-11-25.")]
-    model: Annotated[str | None, Field(description="null also: recorded by a version that kept no model.")]
+    model: Annotated[str | None, Field(description="null also: usage without a model, as of a grader run.")]
     project_id: str | None
     project_name: str | None
     gpu_seconds: Annotated[float, Field(description="Of training, steps that were repeated included.")]

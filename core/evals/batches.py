@@ -190,7 +190,7 @@ def owner(project_id: str) -> str:
     return f"batches-{project_id}"
 
 
-def is_one(run: EvalRun) -> bool:
+def is_batch(run: EvalRun) -> bool:
     return bool(run.data_source.get("type") == SOURCE)
 
 

@@ -57,7 +57,7 @@ def forget_deleted(session: Session) -> None:
 
 def free_eval_id(session: Session, project_id: str, wanted: str) -> str:
     """The id of a row that is shown as `wanted`, if that is well-formed and free in the project; else a new one."""
-    kept = imported.kept_id("eval", wanted, project_id)
+    kept = imported.row_id_of("eval", wanted, project_id)
     of_job = Job.id == "ftjob-" + wanted.removeprefix("eval_"), Job.project_id == project_id
     if (
         kept is None
@@ -70,13 +70,13 @@ def free_eval_id(session: Session, project_id: str, wanted: str) -> str:
 
 def free_run_id(session: Session, project_id: str, wanted: str) -> str:
     """The same for a run."""
-    kept = imported.kept_id("evalrun", wanted, project_id)
+    kept = imported.row_id_of("evalrun", wanted, project_id)
     return new_id("evalrun_") if kept is None or _is_taken(session, EvalRun, wanted, project_id) else kept
 
 
-def _is_taken(session: Session, table: type[Eval | EvalRun], shown_id: str, project_id: str) -> bool:
+def _is_taken(session: Session, table: type[Eval | EvalRun], api_id: str, project_id: str) -> bool:
     """Whether the project has, or has deleted within a month, a row that is shown under this id."""
-    taken = table.id.in_(imported.candidates(shown_id, project_id)), table.project_id == project_id
+    taken = table.id.in_(imported.candidates(api_id, project_id)), table.project_id == project_id
     return session.scalar(select(table.id).where(*taken)) is not None
 
 

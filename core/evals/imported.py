@@ -13,7 +13,7 @@ _TAG_LENGTH = 12  # of the 28 random characters of a project's id
 _KEPT = {kind: re.compile(rf"{kind}_[\w-]{{8,40}}", re.ASCII) for kind in ("eval", "evalrun")}
 
 
-def kept_id(kind: str, sent: str, project_id: str) -> str | None:
+def row_id_of(kind: str, sent: str, project_id: str) -> str | None:
     """The id of the row that keeps the id `sent` of this kind (eval, evalrun); None: it is not well-formed."""
     return f"{sent}{_MARK}{project_id[-_TAG_LENGTH:]}" if _KEPT[kind].fullmatch(sent) else None
 
@@ -23,6 +23,6 @@ def public_id(row_id: str) -> str:
     return row_id.partition(_MARK)[0]
 
 
-def candidates(shown_id: str, project_id: str) -> tuple[str, str]:
+def candidates(api_id: str, project_id: str) -> tuple[str, str]:
     """The ids that a row of the project with this shown id may have."""
-    return shown_id, f"{shown_id}{_MARK}{project_id[-_TAG_LENGTH:]}"
+    return api_id, f"{api_id}{_MARK}{project_id[-_TAG_LENGTH:]}"

@@ -25,7 +25,7 @@ from core.turns import ClaimQueue
 (WAITING,), (RUNNING,) = EVAL_RUN.waiting, EVAL_RUN.running
 PUT_OFF_SECONDS = 120.0  # of a run that its worker cannot begin
 LEASES = Leases(EvalRun, EVAL_RUN.leased, max_wait=max(PUT_OFF_SECONDS, MAX_BACK_OFF))
-heartbeat, fenced, is_held = LEASES.heartbeat, LEASES.fenced, LEASES.is_held
+heartbeat, fenced, is_current = LEASES.heartbeat, LEASES.fenced, LEASES.is_current
 extend_leases = LEASES.extend_leases
 QUEUE = ClaimQueue(
     EvalRun, WAITING, RUNNING, turn="last_eval_run", limit="running_eval_runs", running=EVAL_RUN.running

@@ -71,7 +71,7 @@ def new(
     )
 
 
-def is_one(run: EvalRun) -> bool:
+def is_regrade(run: EvalRun) -> bool:
     return bool(run.data_source.get("type") == SOURCE)
 
 

@@ -153,7 +153,7 @@ def other_base(name: str, base_model: str, student: str) -> str:
     )
 
 
-def asked_of(job: Job) -> Hyperparameters:
+def hyperparameters_of(job: Job) -> Hyperparameters:
     """The hyperparameters of a job that samples answers, as its loop reads them."""
     asked = job.body["hyperparameters"]
     if job.method == METHOD:

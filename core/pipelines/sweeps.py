@@ -27,7 +27,7 @@ OF_THE_JOB = ("model", "seed")
 _HYPERPARAMETERS = ("method", "reinforcement", "hyperparameters")
 
 
-def place_of(name: str) -> tuple[str, ...]:
+def path_of(name: str) -> tuple[str, ...]:
     """The path in a job's request of a setting: `seed`, `batch_size`, `learning_rate` or `optimizer.learning_rate`.
 
     Raises:
@@ -67,7 +67,7 @@ def with_settings(job: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     """
     changed = deepcopy(dict(job))
     for name, value in settings.items():
-        *way, last = place_of(name)
+        *way, last = path_of(name)
         table = changed
         for key in way:
             inner = table.get(key)
@@ -81,9 +81,9 @@ def with_settings(job: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     return changed
 
 
-def place_named_twice(names: Sequence[str]) -> str | None:
+def setting_named_twice(names: Sequence[str]) -> str | None:
     """A name whose setting another name before it has, too, such as optimizer.learning_rate and learning_rate."""
-    places = [place_of(name) for name in names]
+    places = [path_of(name) for name in names]
     return next((name for index, name in enumerate(names) if places[index] in places[:index]), None)
 
 

@@ -38,7 +38,7 @@ def item_id(job_id: str, place: SamplePosition) -> str:
     return f"{_ITEM}{job_id.removeprefix(_JOB)}_{place.step}_{place.group}_{place.member}"
 
 
-def place_of(item_id: str, job_id: str, step: int) -> SamplePosition | None:
+def position_of(item_id: str, job_id: str, step: int) -> SamplePosition | None:
     """The place encoded in an output item's id; None if it is not one of this run."""
     match = _ITEM_ID.fullmatch(item_id)
     if match is None or match[1] != job_id.removeprefix(_JOB) or int(match[2]) != step:

@@ -427,10 +427,10 @@ class Watch:
             "status": verdict or self.why_killed(status, used.ru_utime + used.ru_stime),
             "exit": os.waitstatus_to_exitcode(status),
             "result": self.buffers[self.result].decode("latin-1"),
-            "output": self._shown_output(),
+            "output": self._printed_output(),
         }
 
-    def _shown_output(self) -> str:
+    def _printed_output(self) -> str:
         """Return the printed output. If it was truncated, the last line says so."""
         text = self.buffers[self.output].decode("utf-8", "replace")
         if self.seen <= MAX_OUTPUT:

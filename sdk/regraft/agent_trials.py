@@ -176,7 +176,7 @@ def forwarded(client: Regraft, talk: _Talk, route: str, body: bytes, model: str)
         return _of(answer)
     events = list(events_of(answer.text))
     if not any(event.get("error") or event.get("type") in FAILED for event in events):
-        talk.add(request, whole_of(events))
+        talk.add(request, joined_answer(events))
     if counts_stream and not has_usage:
         content = "".join(f"data: {json.dumps(one)}\n\n" for one in events if one.get("choices") != [])
         return 200, "text/event-stream", f"{content}data: [DONE]\n\n".encode()
@@ -206,7 +206,7 @@ def events_of(text: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def whole_of(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def joined_answer(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The answer of a stream, as far as it is counted: a response, or a chat completion."""
     response: Mapping[str, Any] | None = None
     usage, cause = None, None

@@ -1072,11 +1072,10 @@ class Rollout(BaseModel):
     output_reasoning: str | None = None
     """The thought of a reasoning model."""
     finish_reason: str
-    prompt_tokens: int | None = None
-    """None: written by a version that did not count them."""
+    prompt_tokens: int
     completion_tokens: int
-    reasoning_tokens: int | None = None
-    """Of the completion tokens; None: written by a version that did not count them."""
+    reasoning_tokens: int
+    """Of the completion tokens."""
     grammar_start: int | None = None
     """Index of the first token of the final answer."""
     policy_step: int | None = None
@@ -1497,7 +1496,7 @@ class UsageRow(BaseModel):
     day: str | None = None
     """In UTC, as 2026-11-25."""
     model: str | None = None
-    """None also: recorded by a version that kept no model."""
+    """None also: usage without a model, as of a grader run."""
     project_id: str | None = None
     project_name: str | None = None
     gpu_seconds: float

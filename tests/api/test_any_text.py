@@ -424,7 +424,7 @@ def as_a_worker_writes(house: House, known: Mapping[str, str], text: str) -> Non
     answer = {
         "line": 1, "member": 0, "output_text": text, "output_reasoning": text, "finish_reason": "stop",
         "prompt_tokens": 1, "completion_tokens": 1, "score": None, "reason": text, "sub_scores": {text: None},
-        "output": text, "item": {text: text},
+        "output": text, "item": {text: text}, "reasoning_tokens": 0,
         "output_tools": [{"id": text, "type": "function", "function": {"name": text, "arguments": text}}],
         "conversation": [{"role": "tool", "content": text}], "stop": "final", "trace_id": text,
     }  # fmt: skip

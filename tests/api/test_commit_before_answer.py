@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from api.pipelines.driver import PipelineDriver
 from core.database.tables import File, UploadPart
-from tests.api.conftest import House
+from tests.api.conftest import House, advance_next
 
 pytestmark = pytest.mark.both_databases
 
@@ -140,7 +140,7 @@ def test_content_outlasts_a_commit_whose_acknowledgement_was_lost(
     with suppress(AssertionError):  # of the fixture that uploads
         store()
     with suppress(OperationalError):
-        house.portal.call(PipelineDriver(house.app.state.service).advance_next)
+        house.portal.call(advance_next, PipelineDriver(house.app.state.service))
 
     assert len(committed) > 0
     assert committed <= set(house.blobs.list(""))

@@ -18,7 +18,7 @@ from core.database.tables import Pipeline
 from core.tenancy import tenants
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
-from tests.api.conftest import POLL_SECONDS, House
+from tests.api.conftest import POLL_SECONDS, House, advance_next
 from tests.api.test_chat import served
 from tests.api.test_previews import WithoutDescriptors
 from tests.graders.servers import serving, verdict
@@ -382,7 +382,7 @@ class TestGateOfAJob:
         for _ in stages:
             with house.database.write() as session:
                 session.execute(update(Pipeline).values(next_run_at=0.0))
-            house.portal.call(driver.advance_next)
+            house.portal.call(advance_next, driver)
 
         shown = web.get(f"/regraft/pipelines/{made.json()['id']}").json()["stages"]
         assert [stage["status"] for stage in shown] == ["succeeded", "failed"]

@@ -26,7 +26,7 @@ from core.registry import BaseModelEntry, Registry
 from core.storage.store import BlobWriter, FolderBlobs
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
-from tests.api.conftest import House
+from tests.api.conftest import House, advance_next
 
 PIPELINES = "/v1/regraft/pipelines"
 Upload = Callable[..., str]
@@ -303,8 +303,8 @@ def test_two_processes_do_not_advance_one_pipeline_at_a_time(
     api.post(PIPELINES, json={"stages": three(upload)})
     one, two = PipelineDriver(house.app.state.service), PipelineDriver(house.app.state.service)
 
-    assert house.portal.call(one.advance_next)
-    assert not house.portal.call(two.advance_next)
+    assert house.portal.call(advance_next, one)
+    assert not house.portal.call(advance_next, two)
 
 
 def test_a_process_that_lost_the_pipeline_starts_nothing(
@@ -376,7 +376,7 @@ def looks_until(
     pauses: list[float] = []
     while len(pauses) < most and not has_ended():
         looked = time.time()
-        house.portal.call(driver.advance_next)
+        house.portal.call(advance_next, driver)
         with house.database.write() as session:
             pauses.append(session.scalars(select(Pipeline.next_run_at)).one() - looked)
             session.execute(update(Pipeline).values(next_run_at=0.0))
@@ -404,7 +404,7 @@ def test_a_stage_waits_for_the_end_of_an_outage_with_a_note(
     waiting = stages(api, pipeline["id"])["m"]
 
     blobs.error = None
-    house.portal.call(driver.advance_next)
+    house.portal.call(advance_next, driver)
 
     assert waiting["status"] == "running"
     assert waiting["note"] == f"The stage waits for the {named}."
@@ -494,7 +494,7 @@ def test_a_stage_waits_for_a_name_that_this_api_does_not_know_yet(
 
     looks_until(house, PipelineDriver(older), lambda: False, most=MAX_ERRORS + 2)
     waiting = stages(api, pipeline["id"])["a"]
-    house.portal.call(PipelineDriver(newer).advance_next)
+    house.portal.call(advance_next, PipelineDriver(newer))
 
     assert (waiting["status"], waiting["error"]) == ("waiting", None)
     assert f"{'tiny' if lacks == 'model' else 'judge'}" in waiting["note"]

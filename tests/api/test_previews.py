@@ -609,7 +609,7 @@ def test_the_answers_are_sampled_as_the_job_would(
             "temperature": 0.75,
             "max_completion_tokens": 33,
             "response_format": FORMAT,
-            "regraft": {"base_model": "tiny", "adapter": None},
+            "regraft": {"base_model": "tiny"},
         }
 
 

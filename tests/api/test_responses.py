@@ -191,7 +191,7 @@ def test_a_string_is_a_message_of_the_user(create: Callable[..., Any], inference
         "max_completion_tokens": 5,
         "temperature": 0.0,
         "top_p": 0.5,
-        "regraft": {"base_model": "tiny", "adapter": None},
+        "regraft": {"base_model": "tiny"},
     }
 
 

@@ -15,7 +15,7 @@ from httpx2 import Response
 from starlette.testclient import TestClient
 
 from core.database.tables import WebhookDelivery
-from core.masking import hide_in_error, hide_places, hide_secrets, masked_path
+from core.masking import hide_addresses, hide_in_error, hide_secrets, masked_path
 from graders.backends import Backends
 from graders.calls import quoted_reply
 from graders.endpoint import Endpoints
@@ -220,4 +220,4 @@ def test_each_parameter_of_a_url_with_the_name_of_a_secret_is_masked(name: str, 
 def test_an_error_names_a_route_of_the_api_and_no_file_or_address_of_a_machine() -> None:
     said = "'/v1/completions' and POST /v1/regraft/jobs/ftjob-1/logs: /srv/models/v1/a.bin at 10.0.0.7:8000"
 
-    assert hide_places(said) == "'/v1/completions' and POST /v1/regraft/jobs/ftjob-1/logs: *** at ***"
+    assert hide_addresses(said) == "'/v1/completions' and POST /v1/regraft/jobs/ftjob-1/logs: *** at ***"

@@ -306,7 +306,7 @@ class Machine(RuleBasedStateMachine):
     @rule(claim=claims)
     def heartbeat(self, claim: Claim) -> None:
         with self.database.write() as session:
-            assert self.kind.leases.is_held(session, claim) == self.is_holder(claim)
+            assert self.kind.leases.is_current(session, claim) == self.is_holder(claim)
             alive = self.kind.leases.heartbeat(session, claim, LEASE)
         assert alive == self.is_holder(claim)
         if alive:

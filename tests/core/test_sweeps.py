@@ -27,14 +27,14 @@ HYPERPARAMETERS = ("method", "reinforcement", "hyperparameters")
 def test_a_setting_has_its_place_in_the_request_by_its_short_or_its_full_name(
     name: str, place: tuple[str, ...]
 ) -> None:
-    assert sweeps.place_of(name) == place
+    assert sweeps.path_of(name) == place
 
 
 def test_an_unknown_setting_is_refused_with_the_similar_one() -> None:
     with pytest.raises(InvalidRequest, match=r"no setting 'learning_rates'. Did you mean 'learning_rate'\?"):
-        sweeps.place_of("learning_rates")
+        sweeps.path_of("learning_rates")
     with pytest.raises(InvalidRequest, match="no setting 'training_file'"):
-        sweeps.place_of("training_file")
+        sweeps.path_of("training_file")
 
 
 def test_every_combination_is_a_job_and_leaves_the_request_as_it_was() -> None:
@@ -192,7 +192,7 @@ def test_the_best_of_many_validations_is_not_better_than_an_equal_job(validation
 
 
 def test_two_names_of_one_setting_are_found() -> None:
-    assert sweeps.place_named_twice(["learning_rate", "seed", "optimizer.learning_rate"]) == (
+    assert sweeps.setting_named_twice(["learning_rate", "seed", "optimizer.learning_rate"]) == (
         "optimizer.learning_rate"
     )
-    assert sweeps.place_named_twice(["learning_rate", "seed", "train"]) is None
+    assert sweeps.setting_named_twice(["learning_rate", "seed", "train"]) is None

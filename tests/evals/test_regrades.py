@@ -49,6 +49,7 @@ def answer(
         "output_reasoning": "",
         "prompt_tokens": 3,
         "completion_tokens": 1,
+        "reasoning_tokens": 0,
         "finish_reason": "stop",
         "score": score,
         "reason": "",

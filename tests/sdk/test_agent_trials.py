@@ -11,7 +11,7 @@ import openai
 import pytest
 import regraft
 from fastapi import FastAPI, Request
-from regraft.agent_trials import Trial, is_cut_off, try_agent, whole_of
+from regraft.agent_trials import Trial, is_cut_off, joined_answer, try_agent
 from regraft.agents import Agent, Episode
 from regraft.cli import main
 from starlette.responses import JSONResponse, Response
@@ -207,7 +207,7 @@ def test_a_second_continuation_of_an_answer_is_a_branch(url: str) -> None:
 def test_an_answer_is_cut_off_in_both_apis_and_in_streams() -> None:
     events = [{"choices": [{"delta": {"content": "7"}, "finish_reason": "length"}]}]
 
-    assert is_cut_off(whole_of(events))
+    assert is_cut_off(joined_answer(events))
     assert is_cut_off({"status": "incomplete", "output": []})
     assert not is_cut_off({"status": "completed", "output": []})
 
@@ -218,7 +218,7 @@ def test_a_streamed_call_that_comes_in_pieces_is_whole() -> None:
         {"index": 0, "function": {"arguments": ": 1}"}},
     ]
 
-    whole: Any = whole_of([{"choices": [{"delta": {"tool_calls": [piece]}}]} for piece in pieces])
+    whole: Any = joined_answer([{"choices": [{"delta": {"tool_calls": [piece]}}]} for piece in pieces])
 
     [call] = whole["choices"][0]["message"]["tool_calls"]
     assert (call["id"], call["function"]) == ("c", {"name": "lookup", "arguments": '{"a": 1}'})

@@ -84,7 +84,7 @@ def a_host(settings: Settings | None = None, **changes: Any) -> Host:
         "usage": lambda folder: DiskUsage(8 * GIB, GIB, 7 * GIB),
         "sandbox": lambda: "",
         "free_memory": lambda: 20 * GIB,
-        "whole_memory": lambda: 24 * GIB,
+        "total_memory": lambda: 24 * GIB,
     }
     return Host(settings or Settings(data_dir=Path("absent")), **well | changes)
 

@@ -29,12 +29,12 @@ from worker.engine.protocol import (
 from worker.refusals import SamplerUnusable
 
 GROUP = GroupRequest(adapter="a", prompt=pack_ids((1, 2)), answers=(), temperature=1.0, stop_ids=(0,))
-ANSWER = AnswerFrame("0/1", pack_ids((4, 9)), pack_logprobs((-0.5, -1.25)), "stop", 2)
+ANSWER = AnswerFrame("0/1", pack_ids((4, 9)), pack_logprobs((-0.5, -1.25)), "stop")
 frames = st.lists(
     st.one_of(
         st.just(AliveFrame()),
         st.builds(ErrorFrame, st.text(), st.booleans()),
-        st.builds(AnswerFrame, st.text(), st.binary(), st.binary(), st.text(), st.integers(0, 9)),
+        st.builds(AnswerFrame, st.text(), st.binary(), st.binary(), st.text()),
     )
 )
 

@@ -91,7 +91,14 @@ def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(
 
 
 def train_on(bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run the job of `bench` with these rows and two steps on the model in a folder. Returns the models' file."""
+    """Run the job of `bench` with two steps on the model in a folder. Returns the models' file."""
+    registry = set_up(bench, folder, monkeypatch)
+    bench.run_job(Settings())
+    return registry
+
+
+def set_up(bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the job of `bench` the model in a folder, ROWS and two steps. Returns the models' file."""
     registry = bench.tmp_path / "models.toml"
     registry.write_text(
         f'[models.tiny]\npath = {json.dumps(str(folder))}\ndtype = "float32"\ncontext = {CONTEXT}\n'
@@ -111,5 +118,4 @@ def train_on(bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
             },
         }
         job.body = {"grader": GRADER, "hyperparameters": hyperparameters, "response_format": None}
-    bench.run_job(Settings())
     return registry

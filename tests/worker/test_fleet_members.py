@@ -42,7 +42,7 @@ class Member:
         if self.groups <= self.failures:
             return 500, "out of memory"
         frames: list[Frame] = [
-            AnswerFrame(one.id, pack_ids((one.seed,)), pack_logprobs((-1.0,)), "stop", 0)
+            AnswerFrame(one.id, pack_ids((one.seed,)), pack_logprobs((-1.0,)), "stop")
             for one in group(0).answers
         ]
         return 200, b"".join(map(pack, [*frames, EndFrame()]))

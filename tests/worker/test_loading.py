@@ -78,7 +78,7 @@ class Member:
             self.models += [group.adapter for _ in group.answers]
             self.asked.set()
             ids, logprobs = pack_ids((5, 6)), pack_logprobs((-1.0, -1.0))
-            frames: list[Frame] = [AnswerFrame(one.id, ids, logprobs, "length", 0) for one in group.answers]
+            frames: list[Frame] = [AnswerFrame(one.id, ids, logprobs, "length") for one in group.answers]
             return 200, b"".join(map(pack, [*frames, EndFrame()]))
         return 200, ""
 

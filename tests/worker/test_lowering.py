@@ -216,12 +216,12 @@ class TestTheGradient:
             loss = PolicyLoss(policy, settings)
             gradient = LocalGradient(loss, token_budget=longest(groups))
             gradient.remember(packs, 0)
-            gradient.of_kept(PolicyLoss.reward_tokens, settings.kl)
+            gradient.of_micro_batches(PolicyLoss.reward_tokens, settings.kl)
             if fails:
                 with pytest.raises(OutOfDeviceMemory):
-                    gradient.of_kept(normalize_one, 0.5, 2.0)
+                    gradient.of_micro_batches(normalize_one, 0.5, 2.0)
                 gradient.resize(SIZES)
-            gradient.of_kept(PolicyLoss.normalize, 0.5, 2.0)
+            gradient.of_micro_batches(PolicyLoss.normalize, 0.5, 2.0)
             gradient.repeat(StepValues())
             gradient.collect()
             found.append([present(one.grad) for one in policy.trainable])

@@ -80,7 +80,7 @@ class Replies:
         group = msgspec.msgpack.decode(request.content, type=GroupRequest)
         self.groups.append(group)
         frames: list[Frame] = [
-            AnswerFrame(one.id, pack_ids((one.seed,)), pack_logprobs((-1.0,)), self.finish, 0)
+            AnswerFrame(one.id, pack_ids((one.seed,)), pack_logprobs((-1.0,)), self.finish)
             for one in group.answers[: self.ends_after]
         ]
         if self.ends_after is None:

@@ -270,8 +270,10 @@ class TestUpdates:
         head = random_head(loss)
         shares = [contributions.contribution_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
-        [moments] = (found.advantages for found in own.of_kept(PolicyLoss.reward_tokens, settings.kl))
-        own.of_kept(PolicyLoss.normalize, moments.mean, moments.std("population"))
+        [moments] = (
+            found.advantages for found in own.of_micro_batches(PolicyLoss.reward_tokens, settings.kl)
+        )
+        own.of_micro_batches(PolicyLoss.normalize, moments.mean, moments.std("population"))
         own.repeat(StepValues(kl=settings.kl))
         totals = own.collect()
         whole, _ = contributions.divisors(shares, settings)
@@ -309,8 +311,8 @@ class TestUpdates:
         own = LocalGradient(loss, token_budget=24)
         shares = [contributions.contribution_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
-        own.of_kept(PolicyLoss.reward_tokens, settings.kl)
-        own.of_kept(PolicyLoss.normalize, 0.0, 1.0)
+        own.of_micro_batches(PolicyLoss.reward_tokens, settings.kl)
+        own.of_micro_batches(PolicyLoss.normalize, 0.0, 1.0)
 
         present(loss.value_head).bias.data += 1.0
         own.repeat(StepValues(kl=settings.kl))

@@ -243,7 +243,7 @@ class TestReinforcePlusPlus:
         every = sum(len(one.output_ids_T) for group in groups for one in group.rollouts_G)
         ungraded = len(groups[2].rollouts_G[0].output_ids_T)
         assert (
-            own.of_kept(PolicyLoss.reward_tokens, settings.kl)[0].advantages.count
+            own.of_micro_batches(PolicyLoss.reward_tokens, settings.kl)[0].advantages.count
             == whole
             == every - ungraded - 2
         )

@@ -157,7 +157,7 @@ class Host:
     sandbox: Callable[[], str] = pool.refusal
     clock: Callable[[], float] = time.time
     free_memory: Callable[[], int] = main_memory.available
-    whole_memory: Callable[[], int] = main_memory.capacity
+    total_memory: Callable[[], int] = main_memory.capacity
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

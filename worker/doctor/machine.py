@@ -20,7 +20,7 @@ SHM_OF_ENGINES = GIB  # as the chart mounts it: vLLM's processes and ranks excha
 @check("memory", "machine", remedy="raise the memory limit of the container, or end other processes")
 def memory(host: Host) -> Diagnosis:
     """Main memory is free for a run: its processes, and weights on their way to the GPU."""
-    free, whole = host.free_memory(), host.whole_memory()
+    free, whole = host.free_memory(), host.total_memory()
     text = f"{free / GIB:.1f} GiB free, of {whole / GIB:.1f} GiB that a job may use"
     return ok(text) if free >= LEAST_BYTES else failed(text)
 

@@ -116,7 +116,6 @@ class AnswerFrame(msgspec.Struct, frozen=True, tag="answer"):
     ids: bytes
     logprobs: bytes
     finish: str  # vLLM's reason
-    cached: int  # tokens of the prompt whose keys and values were cached
     versions: tuple[VersionStart, ...] = ()
 
 

@@ -96,7 +96,6 @@ class SampledGroup:
             pack_ids(answer.token_ids),
             pack_logprobs(answer.logprobs.logprobs),
             answer.finish_reason,
-            output.num_cached_tokens or 0,
             getattr(output, "versions", ()),  # of SteppedEngine
         )
 

@@ -136,12 +136,12 @@ class RunAttempt:
         with self.database.read() as session:
             run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()
             # A retry after its end would find none of the items that its files have replaced.
-            if not lifecycle.is_held(session, self.claim):
+            if not lifecycle.is_current(session, self.claim):
                 raise LeaseLost(f"{self.claim.owner} no longer holds {self.claim.job_id}")
             sent = _criteria(session, run)
             content = run.content
             file = session.scalar(select(File).where(File.id == run.file_id)) if run.file_id else None
-            pages = regrades.pages(session, run) if regrades.is_one(run) else None
+            pages = regrades.pages(session, run) if regrades.is_regrade(run) else None
             self.record.load(session, run)
         OWNER.set(run.project_id)
         source = (
@@ -191,14 +191,14 @@ class RunAttempt:
         sampler: ChatSampler | None = None
         prompt = None
         fields = chat_fields(run.data_source)
-        is_batch = batches.is_one(run)
+        is_batch = batches.is_batch(run)
         if run.model is not None:
             sampler = self._sampler(run, fields)
             stack.push_async_callback(sampler.close)
         if run.model is not None and not is_batch:
             prompt = parse_input_messages(run.data_source["input_messages"], "data_source.input_messages")
         wants_json = fields.get("response_format", {}).get("type") in ("json_schema", "json_object")
-        if regrades.is_one(run):
+        if regrades.is_regrade(run):
             wants_json = run.data_source["parse_json"]
         metered = sampler is not None and not sampler.ours
         kept = run.summary
@@ -239,7 +239,9 @@ class RunAttempt:
             raise RunFailed("file_deleted", "The file of the run was deleted before it could be read.")
         read = files.read_content(self.blobs, file)
         return (
-            batches.requests(read, run.data_source["endpoint"]) if batches.is_one(run) else rows.of_file(read)
+            batches.requests(read, run.data_source["endpoint"])
+            if batches.is_batch(run)
+            else rows.of_file(read)
         )
 
     async def _all(self, plan: RunPlan, source: Callable[[], Iterator[EvalRow | LineError]]) -> None:
@@ -299,12 +301,12 @@ class RunAttempt:
         """Raise LeaseLost soon after the run was cancelled."""
         while True:
             await asyncio.sleep(CANCEL_SECONDS)
-            if not await asyncio.to_thread(self._is_held):
+            if not await asyncio.to_thread(self._is_current):
                 raise LeaseLost(f"{self.claim.owner} no longer holds {self.claim.job_id}")
 
-    def _is_held(self) -> bool:
+    def _is_current(self) -> bool:
         with self.database.read() as session:
-            return lifecycle.is_held(session, self.claim)
+            return lifecycle.is_current(session, self.claim)
 
     async def _unfinished(
         self, source: Callable[[], Iterator[EvalRow | LineError]]
@@ -491,9 +493,9 @@ def _sample(
 
 def _criteria(session: Session, run: EvalRun) -> list[tuple[str, dict[str, Any]]]:
     """The graders of a run as they are stored, each with its parameter. Raises LeaseLost: their eval was deleted."""
-    if regrades.is_one(run):
+    if regrades.is_regrade(run):
         return [("grader", run.data_source["grader"])]
-    if batches.is_one(run):
+    if batches.is_batch(run):
         return []
     made = session.scalar(select(Eval).where(Eval.id == run.eval_id))
     if made is None:

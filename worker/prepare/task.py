@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from core.database.tables import Job
 from core.jobs import hyperparameters
 from core.jobs import tools as job_tools
-from core.jobs.distillation import asked_of
+from core.jobs.distillation import hyperparameters_of
 from core.jobs.hyperparameter_groups import RATIO_TO_SAMPLER, LoraTargets, names_experts
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, Resolved
@@ -138,7 +138,7 @@ def tool_parser_for(job: Job, rows: Rows, base: BaseModel, tokenizer: PreTrained
 
 
 def resolve(job: Job, rows: Rows, base: BaseModel, teacher: TeacherModel | None) -> Resolved:
-    asked = asked_of(job)
+    asked = hyperparameters_of(job)
     named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
     reasoning = detect(read_tokenizer(base.entry, base.source, named))
     resolved = hyperparameters.resolve(
@@ -264,11 +264,11 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, method: str) ->
 
 
 def is_off_policy(job: Job) -> bool:
-    return asked_of(job).advanced.schedule.type == "off_policy"
+    return hyperparameters_of(job).advanced.schedule.type == "off_policy"
 
 
 def effort_of(job: Job) -> str:
-    return asked_of(job).reasoning_effort
+    return hyperparameters_of(job).reasoning_effort
 
 
 def with_effort(resolved: Resolved, requested: Hyperparameters, reasoning: Reasoning | None) -> Resolved:

@@ -53,7 +53,7 @@ class ChatInProgress:
     asks: Sequence[GenerationRequest]
     answers: Sequence[Detokenizer | ReasoningAnswer]
     tally: Tally
-    held_open: AsyncExitStack
+    open_resources: AsyncExitStack
     calls: AnswerCalls | None = None  # None: answers have no calls
     result: Result | None = None  # None: determined by the answers
     written: int = 0  # tokens
@@ -117,7 +117,7 @@ class ChatInProgress:
         return self.calls.finish_reason if reason == "stop" and parsed.calls and self.calls else reason
 
     async def close(self) -> None:
-        await self.held_open.aclose()
+        await self.open_resources.aclose()
         whole = all(answer.finish_reason for answer in self.answers)
         self.tally.ended(self.result or ("answered" if whole else "left"))
 
@@ -158,9 +158,13 @@ def _rendered(request: InternalChat, engine: Engine, template: str | None) -> Re
 
 
 async def begin(
-    request: InternalChat, engine: Engine, adapter: Path | None, arrived: float, held_open: AsyncExitStack
+    request: InternalChat,
+    engine: Engine,
+    adapter: Path | None,
+    arrived: float,
+    open_resources: AsyncExitStack,
 ) -> ChatInProgress:
-    """Render the prompt, and take over `held_open`. Raises EngineRefused if the request cannot be served."""
+    """Render the prompt, and take over `open_resources`. Raises EngineRefused if the request cannot be served."""
     refuse_unsupported(request)
     rendered = await asyncio.to_thread(_rendered, request, engine, template_of(request, adapter))
     prompt_ids, stop_ids, reasoning = rendered.prompt_ids, rendered.stop_ids, rendered.reasoning
@@ -197,7 +201,7 @@ async def begin(
     ]
     tally = Tally(arrived, request.served.base_model, len(asks))
     tally.counted(len(prompt_ids), 0)
-    return ChatInProgress(request, engine, asks, answers, tally, held_open.pop_all(), rendered.calls)
+    return ChatInProgress(request, engine, asks, answers, tally, open_resources.pop_all(), rendered.calls)
 
 
 def refuse_unsupported(request: InternalChat) -> None:

@@ -76,19 +76,19 @@ class InferenceServer:
                 OSError
             ) as cause:  # no memory, process or descriptor is free; the request waits in the backlog
                 log.warning("the inference process could not be started: %s; retrying", cause)
-                self._told_to_stop(self._restart_after_s)
+                self._stops_within(self._restart_after_s)
                 continue
-            if self._told_to_stop(0):  # `stop` was called during the start and has not killed it
+            if self._stops_within(0):  # `stop` was called during the start and has not killed it
                 self._child.kill()
             status = self._child.wait()
-            if status != 0 and not self._told_to_stop(0):
+            if status != 0 and not self._stops_within(0):
                 log.warning("the inference process exited with status %d", status)
-                self._told_to_stop(self._restart_after_s)
+                self._stops_within(self._restart_after_s)
 
     def _knocked(self) -> bool:
         """Wait for a connection. Returns False if the server stops."""
         select.select([self._listening, self._stopping], [], [])
-        return not self._told_to_stop(0)
+        return not self._stops_within(0)
 
-    def _told_to_stop(self, seconds: float) -> bool:
+    def _stops_within(self, seconds: float) -> bool:
         return bool(select.select([self._stopping], [], [], seconds)[0])

@@ -69,20 +69,20 @@ class Proxied(Response):
         self.sent = json.dumps(body, ensure_ascii=False).encode()
         options = request.stream_options
         self.wants_usage = bool(options and options.include_usage)
-        self.held_open = AsyncExitStack()
+        self.open_resources = AsyncExitStack()
         self.tally: Tally | None = None
         self.result: Result = "left"
 
-    def hold(self, held_open: AsyncExitStack, tally: Tally) -> "Proxied":
+    def hold(self, open_resources: AsyncExitStack, tally: Tally) -> "Proxied":
         """Close these with the response."""
-        self.held_open, self.tally = held_open, tally
+        self.open_resources, self.tally = open_resources, tally
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_gone(receive, self._answer(scope, receive, send))
         finally:
-            await self.held_open.aclose()
+            await self.open_resources.aclose()
             if self.tally is not None:
                 self.tally.ended(self.result)
             scope["app"].state.last_use = time.monotonic()

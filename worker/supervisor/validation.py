@@ -17,7 +17,7 @@ from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle, resources, usage
 from core.jobs.alarm_sizes import too_small
-from core.jobs.distillation import asked_of, teacher_of
+from core.jobs.distillation import hyperparameters_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.hyperparameters import Resolved
 from core.jobs.job_files import BadFile, in_words
@@ -386,7 +386,7 @@ def _tools_problem(settings: Settings, job: Job) -> str | None:
     entry = Registry.load(settings.models_file).models.get(job.model)
     if entry is None:
         return None
-    files = files_of(entry, settings.model_cache, asked_of(job).advanced.sampling.chat_template)
+    files = files_of(entry, settings.model_cache, hyperparameters_of(job).advanced.sampling.chat_template)
     return None if files is None else tools_problem(job.model, entry.tool_parser, files.template_for_tools)
 
 
@@ -444,7 +444,7 @@ def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> s
     entry = Registry.load(settings.models_file).models.get(job.model)
     if entry is None:  # the run reports it
         return None
-    asked = asked_of(job)
+    asked = hyperparameters_of(job)
     return capacity.job_problem(
         settings,
         job.model,
@@ -462,7 +462,7 @@ def _sizes(settings: Settings, job: Job, train_rows: int) -> Resolved | None:
     entry = Registry.load(settings.models_file).models.get(job.model)
     if entry is None:
         return None
-    asked = asked_of(job)
+    asked = hyperparameters_of(job)
     reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
     return estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
 

@@ -130,14 +130,14 @@ class DistributedGradient:
         ]
         return [result for results in self._give(orders) for result in results]
 
-    def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
-        order = Compute(LocalGradient.of_kept, (compute, *arguments))
+    def of_micro_batches(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        order = Compute(LocalGradient.of_micro_batches, (compute, *arguments))
         return [result for results in self._give([order] * self.world.size) for result in results]
 
     def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
         self._has_weights = False
         self._share_weights()
-        results = self.of_kept(compute, *arguments)
+        results = self.of_micro_batches(compute, *arguments)
         self._has_weights = False  # the caller may undo the update
         return results
 

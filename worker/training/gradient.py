@@ -84,12 +84,12 @@ class Gradient(Protocol):
         """
         ...
 
-    def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+    def of_micro_batches(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
         """As `of_packs`, of all micro-batches that the step has kept."""
         ...
 
     def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """As `of_kept`, under weights that the caller has updated since the last call, and may restore."""
+        """As `of_micro_batches`, under weights that the caller has updated since the last call, and may restore."""
         ...
 
     def end(self) -> None:
@@ -153,8 +153,8 @@ class LoweringGradient:
     ) -> list[Result]:
         return self._repeated(lambda: self.inner.of_packs(compute, packs, *arguments))
 
-    def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
-        return self._repeated(lambda: self.inner.of_kept(compute, *arguments))
+    def of_micro_batches(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+        return self._repeated(lambda: self.inner.of_micro_batches(compute, *arguments))
 
     def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self._repeated(lambda: self.inner.of_updated(compute, *arguments))
@@ -326,11 +326,11 @@ class LocalGradient:
         return self._result(lambda: [compute(self.loss, self._micro_batches(packs), *arguments)])
 
     @torch.no_grad()
-    def of_kept(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
+    def of_micro_batches(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self._result(lambda: [compute(self.loss, self._batches, *arguments)])
 
     def of_updated(self, compute: Callable[..., Result], *arguments: Any) -> list[Result]:
-        return self.of_kept(compute, *arguments)
+        return self.of_micro_batches(compute, *arguments)
 
     def end(self) -> None:
         self._added = []

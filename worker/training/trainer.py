@@ -237,9 +237,11 @@ class PeftTrainer:
         for number, part in enumerate(parts):
             self.gradient.remember(_packs(part), number)
         self._waiting = []
-        moments = sum(self.gradient.of_kept(PolicyLoss.reward_tokens, self._kl), StepMoments())
+        moments = sum(self.gradient.of_micro_batches(PolicyLoss.reward_tokens, self._kl), StepMoments())
         advantages = moments.advantages
-        self.gradient.of_kept(PolicyLoss.normalize, advantages.mean, advantages.std(self.settings.std))
+        self.gradient.of_micro_batches(
+            PolicyLoss.normalize, advantages.mean, advantages.std(self.settings.std)
+        )
         self.gradient.repeat(self._values())
         return moments
 
@@ -285,7 +287,7 @@ class PeftTrainer:
             return None
         self._to_judge = max(0, self._to_judge - 1)
         with self.policy.with_adapter(self._sampled_with):
-            of_rank_0 = self.gradient.of_kept(PolicyLoss.sampler_gap)[0]
+            of_rank_0 = self.gradient.of_micro_batches(PolicyLoss.sampler_gap)[0]
         assert of_rank_0 is not None, "it has answers"
         return of_rank_0
 
@@ -307,10 +309,10 @@ class PeftTrainer:
 
     def _watched_kl(self) -> float | None:
         """The estimate of rank 0."""
-        return self.gradient.of_kept(PolicyLoss.watched_kl)[0]
+        return self.gradient.of_micro_batches(PolicyLoss.watched_kl)[0]
 
     def _token_values(self, std: float) -> dict[AnswerKey, TokenValues]:
-        values_R = self.gradient.of_kept(PolicyLoss.token_values, std)
+        values_R = self.gradient.of_micro_batches(PolicyLoss.token_values, std)
         return {key: value for values in values_R for key, value in values.items()}
 
     def _compute_waiting(self, std: float) -> None:

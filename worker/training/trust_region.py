@@ -77,7 +77,7 @@ class TrustRegion:
     ) -> StepTaken:
         """Take a step along the collected gradient of a mini-batch, and measure it on the packs that it has kept."""
         if self.target:
-            gradient.of_kept(Loss.before_step, part)
+            gradient.of_micro_batches(Loss.before_step, part)
         return self.step(
             trained, divisor, steps_taken, lambda: KlSum.mean(gradient.of_updated(Loss.update_kl))
         )

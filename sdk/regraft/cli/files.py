@@ -197,14 +197,14 @@ def _validated_grader(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if arguments.grader is None:
         return []
     body = {"grader": read_grader(arguments.grader)}
-    refusal, _ = _asked_server("/fine_tuning/alpha/graders/validate", body, str(arguments.grader))
+    refusal, _ = _check_at_server("/fine_tuning/alpha/graders/validate", body, str(arguments.grader))
     return [] if refusal is None else [_refused(arguments.grader, refusal)]
 
 
 def _validated_job(path: Path) -> dict[str, Any]:
     """Validate a job file with the server, then its local files by the rules for rows."""
     job = read_job(path)
-    refusal, warnings = _asked_server(VALIDATE, validation(job), str(path))
+    refusal, warnings = _check_at_server(VALIDATE, validation(job), str(path))
     if refusal is not None:
         return _refused(path, refusal)
     try:
@@ -214,7 +214,7 @@ def _validated_job(path: Path) -> dict[str, Any]:
     return {"file": str(path), "ok": True, "warnings": warnings}
 
 
-def _asked_server(
+def _check_at_server(
     path: str, body: dict[str, Any], what: str
 ) -> tuple[openai.APIStatusError | None, list[str]]:
     """The server's rejection of a body on validation, and its warnings.
@@ -364,7 +364,7 @@ def migrate_from_openai(arguments: argparse.Namespace) -> int:
         file.write(result.text.encode())
     refusal, warnings = None, list[str]()
     if result.body["model"] != NO_MODEL:  # otherwise the missing model is the first thing to do
-        refusal, warnings = _asked_server(
+        refusal, warnings = _check_at_server(
             VALIDATE, {"job": result.body, "local_files": [*FILES]}, str(arguments.to)
         )
     refused = None if refusal is None else _refused(arguments.to, refusal)["errors"][0]["message"]
