@@ -217,8 +217,8 @@ def test_an_update_is_attributed_to_its_prompts(
     )
 
     async def asked() -> regraft.Attribution:
-        async with make_async() as client:
-            return await client.rollouts.attribution(job_id, step=1)
+        async with make_async() as own:
+            return await own.rollouts.attribution(job_id, step=1)
 
     found = client.rollouts.attribution(job_id, step=1)
 
