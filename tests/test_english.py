@@ -10,13 +10,19 @@ PART = {"part": ["core/a.py:1 part_of", "core/b.py:7 Part"]}
 
 
 def test_a_definition_more_than_allowed_is_listed_with_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ENGLISH["has_risen"](PART, {"part": 1})
+    assert ENGLISH["counts_differ"](PART, {"part": 1})
 
     assert capsys.readouterr().out.splitlines() == PART["part"]
 
 
+def test_numbers_that_are_right_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not ENGLISH["counts_differ"](PART, {"part": 2})
+
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_number_that_has_become_too_high_is_to_be_lowered(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not ENGLISH["has_risen"](PART, {"part": 3})
+    assert ENGLISH["counts_differ"](PART, {"part": 3})
 
     assert capsys.readouterr().err == "lower VAGUE_WORDS['part'] to 2\n"
 

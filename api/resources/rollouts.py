@@ -280,8 +280,8 @@ class PromptOut(BaseModel):
         Reason | None,
         Field(
             description="The reason for stuck or forgotten, as far as its samples say. cut: half of the last ones "
-            "ended at the token limit; no_signal: the samples of a step never had different scores; rising: the mean "
-            "rises."
+            "ended at the token limit; no_signal: the samples of a step never had different scores; rising: it is "
+            "stuck, and the mean rises."
         ),
     ]
     first_mean: Annotated[
@@ -422,7 +422,7 @@ class ComparedScores(BaseModel):
     changed_signs: Annotated[
         int, Field(description="Answers whose reward, minus the mean of their group, has the opposite sign.")
     ]
-    advantage_cosine: Annotated[
+    centered_cosine: Annotated[
         float | None,
         Field(
             description="Of the rewards minus the means of their groups, before and after: 1 teaches the same, -1 the "

@@ -17,6 +17,8 @@ Auto = Literal["auto"]
 Loss = Literal[
     "grpo", "dr_grpo", "bnpo", "dapo", "dppo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"
 ]
+# Losses that weigh answers alike, as means over answers of their means over tokens; the others weigh tokens alike.
+MEAN_OF_ANSWERS: frozenset[Loss] = frozenset({"grpo", "gspo"})
 # Losses whose ratio is to the sampler, so that no importance corrects them.
 RATIO_TO_SAMPLER: frozenset[Loss] = frozenset({"dppo"})
 # Losses with a reward for each token (see TokenRewardLoss).

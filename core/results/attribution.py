@@ -2,12 +2,12 @@
 
 From stored answers alone. The gradient of an answer is its advantage times the gradient of its log-probability, of
 which only the first factor is stored. A share is of the sizes of these factors, as the loss adds them up while the
-policy has not moved: docs/howto/rollouts.md says what that leaves out.
+policy has not moved. docs/howto/rollouts.md#attribution says what that leaves out.
 """
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from math import comb, fsum
@@ -19,18 +19,21 @@ from core.results import rollouts
 from core.results.what_if import GroupKey
 from core.storage.store import BlobStore
 
-# Losses of which each answer has one weight, whatever its length; in the others each token has.
-MEANS_OF_ANSWERS = ("grpo", "gspo")
-# Coalitions of parts double with each part: 256 values of the formula for each answer.
+# Subsets of parts double with each part: 256 values of the formula for each answer.
 MAX_PARTS = 8
+ROUNDING = 1e-9  # of a sum of shares
+LEAST = 0.05  # a share of parts divides by a sum; where it is smaller than this part of its terms, it says nothing
 
 _COLUMNS = ["split", "group", "line", "score", "sub_scores", "advantage", "trained", "completion_tokens"]
 
 Scores = Mapping[str, float]
 """Of the parts of a multi grader, by name."""
 
-Formula = Callable[[Scores], float | None]
-"""Of these scores; None: it has no value."""
+Effects = Callable[[Scores, Scores], Scores | None]
+"""The effects of the parts on the score of an answer, by the scores of its parts and their means in its group.
+
+None: the formula has no value between them.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class LearnedAnswer:
     group: GroupKey
     line: int | None
     score: float | None
-    advantage: float  # 0: not trained on
+    advantage: float  # 0: none, or not trained on
     tokens: int
     parts: Scores  # those that have one
 
@@ -54,7 +57,7 @@ class GroupShare:
     line: int | None
     share: float
     answers: int
-    trained: int
+    with_advantage: int
     mean_reward: float | None
 
 
@@ -104,7 +107,8 @@ def learned_answers(
 def group_shares(answers: Sequence[LearnedAnswer], *, by_token: bool) -> list[GroupShare]:
     """The groups by their share of the sum of |advantage| over answers, or over their tokens; the largest first.
 
-    The shares of groups sum to 1, or are all 0 where nothing was trained on.
+    A loss divides by the answers or tokens of its step, so each step with an advantage has the same share. The shares
+    of groups sum to 1, or are all 0 where no answer has an advantage.
     """
     groups: dict[GroupKey, list[LearnedAnswer]] = defaultdict(list)
     for answer in answers:
@@ -113,8 +117,14 @@ def group_shares(answers: Sequence[LearnedAnswer], *, by_token: bool) -> list[Gr
         key: fsum(abs(one.advantage) * (one.tokens if by_token else 1) for one in members)
         for key, members in groups.items()
     }
-    whole = fsum(sizes.values())
-    shares = [_share(members, sizes[key] / whole if whole else 0.0) for key, members in groups.items()]
+    of_step: dict[int, float] = defaultdict(float)
+    for (step, _, _), size in sizes.items():
+        of_step[step] += size
+    updates = sum(size > 0.0 for size in of_step.values())
+    shares = [
+        _share(members, sizes[key] / of_step[key[0]] / updates if sizes[key] else 0.0)
+        for key, members in groups.items()
+    ]
     return sorted(shares, key=lambda group: (-group.share, group.step, group.group))
 
 
@@ -127,77 +137,99 @@ def _share(members: Sequence[LearnedAnswer], share: float) -> GroupShare:
         line,
         share,
         answers=len(members),
-        trained=sum(answer.advantage != 0.0 for answer in members),
+        with_advantage=sum(answer.advantage != 0.0 for answer in members),
         mean_reward=statistics.fmean(scores) if scores else None,
     )
 
 
 def groups_of_half(shares: Sequence[GroupShare]) -> int:
-    """The smallest number of groups that have half of the update; 0 where nothing was trained on."""
+    """The smallest number of groups that have half of the updates; 0 where no answer has an advantage."""
     sums = accumulate(group.share for group in shares)
-    return next((count for count, total in enumerate(sums, start=1) if total >= 0.5), 0)
+    return next((count for count, total in enumerate(sums, start=1) if total >= 0.5 - ROUNDING), 0)
 
 
 def part_shares(
-    answers: Iterable[LearnedAnswer],
+    answers: Sequence[LearnedAnswer],
     names: Sequence[str],
-    formula: Formula,
+    effects: Effects,
+    *,
+    by_token: bool,
 ) -> dict[str, float] | None:
     """The share of each part of a multi grader in the differences of reward that the advantages follow.
 
-    phi_ik, the Shapley value of part k in the reward of answer i (Lundberg and Lee 2017, eq. 8), is its effect on the
-    formula against the means of the parts in the group. The share of k is sum_i A_i phi_ik / sum_i A_i sum_k phi_ik, so
-    shares sum to 1. With a weighted sum it is w_k sum_i A_i (s_ik - mean of s_k) / the same sum over all parts. A
-    negative share: the update lowers that part for the sake of others.
+    phi_ik is the effect of part k on the score of answer i, against the means of the parts in its group. The share of k
+    in a group is sum_i A_i phi_ik / sum_i A_i sum_k phi_ik, and groups count with their shares of the updates, so the
+    shares of parts sum to 1. A negative share: the updates make the term of this part smaller for the sake of others.
 
-    Args:
-        names: of the parts, at most MAX_PARTS. Groups in which the formula has no value are left out.
+    Groups are left out whose advantages do not follow their scores (sum_i A_i sum_k phi_ik is under LEAST of the sizes
+    that it sums up), as where the best answer is masked, and those in which an answer has no effects.
 
     Returns:
-        By name; None where no advantage follows a difference of these parts.
+        By name; None where no group is left.
     """
-    groups: dict[GroupKey, list[tuple[float, Scores]]] = defaultdict(list)
+    groups: dict[GroupKey, list[LearnedAnswer]] = defaultdict(list)
     for answer in answers:
         if answer.parts.keys() >= set(names):
-            groups[answer.group].append((answer.advantage, answer.parts))
-    pulls = [pull for members in groups.values() if (pull := _pull(members, names, formula)) is not None]
-    sums = {name: fsum(pull[name] for pull in pulls) for name in names}
-    whole = fsum(sums.values())
-    return {name: value / whole for name, value in sums.items()} if whole > 0 else None
+            groups[answer.group].append(answer)
+    shares = dict.fromkeys(names, 0.0)
+    for group in group_shares(answers, by_token=by_token):
+        members = groups.get((group.step, "train", group.group), []) if group.share else []
+        for name, share in (_shares_in_group(members, names, effects) or {}).items():
+            shares[name] += group.share * share
+    whole = fsum(shares.values())
+    return {name: share / whole for name, share in shares.items()} if whole else None
 
 
-def _pull(
-    members: Sequence[tuple[float, Scores]], names: Sequence[str], formula: Formula
+def _shares_in_group(
+    members: Sequence[LearnedAnswer], names: Sequence[str], effects: Effects
 ) -> dict[str, float] | None:
-    """The sum of A_i phi_ik over the answers of a group, by part k; None: the formula lacks a value for one of them."""
-    means = {name: statistics.fmean(scores[name] for _, scores in members) for name in names}
-    effects = [
-        (advantage, _shapley_values(scores, means, names, formula))
-        for advantage, scores in members
-        if advantage != 0.0
-    ]
-    if any(values is None for _, values in effects):
+    """By part, with a sum of 1; None: the group is left out."""
+    if not any(answer.advantage for answer in members):
         return None
-    return {name: fsum(advantage * (values or {})[name] for advantage, values in effects) for name in names}
+    means = {name: statistics.fmean(answer.parts[name] for answer in members) for name in names}
+    products: list[Scores] = []  # A_i phi_ik
+    for answer in members:
+        phi = effects(answer.parts, means) if answer.advantage else dict.fromkeys(names, 0.0)
+        if phi is None:
+            return None
+        products.append({name: answer.advantage * phi[name] for name in names})
+    sums = {name: fsum(product[name] for product in products) for name in names}
+    whole = fsum(sums.values())
+    sizes = fsum(abs(value) for product in products for value in product.values())
+    return {name: value / whole for name, value in sums.items()} if whole > LEAST * sizes else None
 
 
-def _shapley_values(
-    scores: Scores, means: Scores, names: Sequence[str], formula: Formula
-) -> dict[str, float] | None:
-    """By name, of the formula at `scores` against the one at `means`; None: it lacks a value between them."""
+def weighted_effects(weights: Scores) -> Effects:
+    """Of the parts of a weighted sum: the weight times the difference from the mean."""
+    return lambda scores, means: {
+        name: weight * (scores[name] - means[name]) for name, weight in weights.items()
+    }
+
+
+def shapley_effects(names: Sequence[str], formula: Callable[[Scores], float | None]) -> Effects:
+    """Of the parts of any formula: their Shapley values (Lundberg and Lee 2017, eq. 8).
+
+    Args:
+        names: at most MAX_PARTS: the formula is computed for each subset of them.
+        formula: of scores; None: it has no value, and the answer no effects.
+    """
     count = len(names)
-    values: dict[frozenset[str], float] = {}
-    for size in range(count + 1):
-        for chosen in combinations(names, size):
-            value = formula({name: scores[name] if name in chosen else means[name] for name in names})
+    subsets = [frozenset(chosen) for size in range(count + 1) for chosen in combinations(names, size)]
+
+    def effects(scores: Scores, means: Scores) -> Scores | None:
+        values: dict[frozenset[str], float] = {}
+        for subset in subsets:
+            value = formula({name: scores[name] if name in subset else means[name] for name in names})
             if value is None:
                 return None
-            values[frozenset(chosen)] = value
-    return {
-        name: fsum(
-            (values[others | {name}] - values[others]) / (count * comb(count - 1, len(others)))
-            for others in values
-            if name not in others
-        )
-        for name in names
-    }
+            values[subset] = value
+        return {
+            name: fsum(
+                (values[subset | {name}] - values[subset]) / (count * comb(count - 1, len(subset)))
+                for subset in subsets
+                if name not in subset
+            )
+            for name in names
+        }
+
+    return effects

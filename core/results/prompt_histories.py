@@ -97,8 +97,8 @@ def reason_of(cells: Sequence[Cell], outcome: Outcome) -> Reason | None:
     """The reason for stuck or forgotten, as far as the answers say: the first of these that holds.
 
     cut: at least half of its answers at the last step ended at the token limit. no_signal: it had several graded
-    answers at some step, and at no step answers of different scores, so nothing could be learned from it. rising: the
-    last mean reward is above the first.
+    answers at some step, and at no step answers of different scores. rising: it is stuck, and the last mean reward is
+    above the first.
     """
     if outcome not in ("stuck", "forgotten"):
         return None
@@ -108,6 +108,8 @@ def reason_of(cells: Sequence[Cell], outcome: Outcome) -> Reason | None:
     ranges = [(low, high) for *_, low, high, graded, _ in cells if graded > 1]
     if ranges and all(equal(low or 0.0, high or 0.0) for low, high in ranges):
         return "no_signal"
+    if outcome != "stuck":
+        return None
     means = [mean for _, _, mean, *_ in cells if mean is not None]
     return "rising" if means[-1] > means[0] and not equal(means[-1], means[0]) else None
 
@@ -140,7 +142,6 @@ def _cells(opened: OpenPage, matches: Matches) -> pa.Table:
         return _CELLS.empty_table()
     parts = [(opened.part(number, ["line", "score", "finish_reason"]), mask) for number, mask in matches]
     samples = pa.concat_tables(table if mask is None else table.filter(mask) for table, mask in parts)
-    samples = samples.filter(pc.is_valid(samples["line"]))  # early versions stored none
     samples = samples.append_column("cut", pc.equal(samples["finish_reason"], "length").cast(pa.int64()))
     scores = [("score", of) for of in ("mean", "min", "max", "count")]
     table = samples.group_by("line", use_threads=False).aggregate(

@@ -62,8 +62,8 @@ class ScoreComparison:
     now_failed: int
     changed_signs: int  # of the reward minus the mean of its group: the model learns the opposite
     # Of the vectors of rewards minus the means of their groups: 1 teaches the same, 0 something unrelated, -1 the
-    # opposite. It is that of the gradients if those of all answers are orthogonal and of one size. None: one is 0.
-    advantage_cosine: float | None
+    # opposite. None: a vector is 0.
+    centered_cosine: float | None
     rank_correlation: (
         float | None
     )  # Spearman's, over answers with both scores; None where one of them never changes
@@ -122,7 +122,7 @@ def compare(
             old is not None and new is not None and old * new < 0
             for old, new in zip(centered_before, centered_after, strict=True)
         ),
-        advantage_cosine=_cosine(centered_before, centered_after),
+        centered_cosine=_cosine(centered_before, centered_after),
         rank_correlation=_rank_correlation(pairs),
     )
 
@@ -131,7 +131,7 @@ def _cosine(before: Sequence[float | None], after: Sequence[float | None]) -> fl
     """Of two vectors; an answer without a score counts as 0."""
     old, new = ([value or 0.0 for value in values] for values in (before, after))
     size = math.hypot(*old) * math.hypot(*new)
-    return math.fsum(map(operator.mul, old, new)) / size if size else None
+    return max(-1.0, min(1.0, math.fsum(map(operator.mul, old, new)) / size)) if size else None
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,12 @@ def signal_by_group_size(groups: Sequence[Sequence[float]]) -> dict[int, float]:
 
     Over all subsets of each group: 1 - sum over scores v of C(n_v, size) / C(n, size), with n_v answers of score v
     (Chen et al. 2021, eq. 1, is this estimate for right and wrong answers). Sizes are 2, 4, 8 ... and that of the
-    largest group; of each one, groups with fewer answers are left out.
+    largest groups. Other groups, which have ungraded answers, are left out, so that all sizes are of the same groups.
     """
     most = max(map(len, groups), default=0)
     sizes = sorted({2**power for power in range(1, most.bit_length()) if 2**power <= most} | {most} - {0, 1})
-    return {
-        size: statistics.fmean(_chance_of_signal(some, size) for some in groups if len(some) >= size)
-        for size in sizes
-    }
+    largest = [some for some in groups if len(some) == most]
+    return {size: statistics.fmean(_chance_of_signal(some, size) for some in largest) for size in sizes}
 
 
 def _chance_of_signal(scores: Sequence[float], size: int) -> float:

@@ -53,10 +53,10 @@ class GroupShare(BaseModel):
     text: str | None = None
     """First characters of the prompt's last message."""
     share: float
-    """Of the update of the selected steps; all groups sum to 1."""
+    """Of the updates of the selected steps; all groups sum to 1."""
     answers: int
-    trained: int
-    """Answers with an advantage other than 0."""
+    with_advantage: int
+    """Trained answers with an advantage other than 0."""
     mean_reward: float | None = None
 
 
@@ -77,16 +77,16 @@ class Attribution(BaseModel):
     weight: Literal["answer", "token"]
     """Whether the job's loss weighs answers or tokens alike."""
     answers: int
-    trained: int
-    """Answers with an advantage other than 0."""
+    with_advantage: int
+    """Trained answers with an advantage other than 0."""
     groups: int
     groups_of_half: int
-    """The smallest number of groups that have half of the update; 0 without any."""
+    """The smallest number of groups that have half of the updates; 0 without any."""
     largest: list[GroupShare]
     """The groups with the largest shares."""
     parts: list[PartShare] | None = None
-    """None without a multi grader, with more than eight parts, with the advantage scale 'each', and where
-    no advantage follows a difference of these parts.
+    """None without a multi grader; where the advantages follow something else than its score; and for a
+    formula that is no weighted sum, with many parts or answers.
     """
 
 
@@ -915,8 +915,8 @@ class PromptHistory(BaseModel):
     """
     reason: Literal["cut", "no_signal", "rising"] | None = None
     """The reason for stuck or forgotten, as far as its samples say. cut: half of the last ones ended at
-    the token limit; no_signal: the samples of a step never had different scores; rising: the mean
-    rises.
+    the token limit; no_signal: the samples of a step never had different scores; rising: it is stuck,
+    and the mean rises.
     """
     first_mean: float | None = None
     """Mean reward of the first step with a graded sample."""
@@ -963,7 +963,7 @@ class ComparedScores(BaseModel):
     now_failed: int
     changed_signs: int
     """Answers whose reward, minus the mean of their group, has the opposite sign."""
-    advantage_cosine: float | None = None
+    centered_cosine: float | None = None
     """Of the rewards minus the means of their groups, before and after: 1 teaches the same, -1 the
     opposite.
     """
@@ -1582,7 +1582,7 @@ class WhatIf(BaseModel):
     now_failed: int
     changed_signs: int
     """Answers whose reward, minus the mean of their group, has the opposite sign."""
-    advantage_cosine: float | None = None
+    centered_cosine: float | None = None
     """Of the rewards minus the means of their groups, before and after: 1 teaches the same, -1 the
     opposite.
     """

@@ -357,6 +357,7 @@ def test_the_rewards_of_each_prompt_say_what_became_of_it(prompts: Callable[...,
         ([[(0.1, "stop"), (0.4, "stop")], [(0, "stop"), (0.1, "stop")]], "stuck", None),
         ([[(0, "stop")], [(0, "stop")]], "stuck", None),  # one answer at each step has no signal to have
         ([[(1, "stop"), (1, "stop")], [(0, "length"), (None, "length")]], "forgotten", "cut"),
+        ([[(0.2, "stop"), (0, "stop")], [(1, "stop")], [(0.3, "stop"), (0.2, "stop")]], "forgotten", None),
         ([[(1, "length"), (1, "length")]], "kept", None),
         ([[(None, "length")]], "ungraded", None),
     ],
@@ -711,7 +712,7 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
             "mean": 0.6,
             "passed": 3,
             "groups_with_signal": 1,
-            "signal_by_group_size": {"2": pytest.approx((2 / 3 + 0) / 2), "3": 1.0},
+            "signal_by_group_size": {"2": pytest.approx(2 / 3), "3": 1.0},
         },
         "after": {
             "graded": 5,
@@ -730,7 +731,7 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
         # In the first group all but the last: its 0.4 is below the mean of 0.467, as its 0 was below 0.333.
         "changed_signs": 2,
         # (0.667, -0.333, -0.333) and (-0.467, 0.533, -0.067); in the second group 0 and (0.125, -0.125).
-        "advantage_cosine": pytest.approx(-0.779, abs=1e-3),
+        "centered_cosine": pytest.approx(-0.779, abs=1e-3),
         "rank_correlation": pytest.approx(-0.577, abs=1e-3),
         "advantage_scale": "none",
         "advantages_before": {
@@ -778,7 +779,7 @@ def test_an_update_is_attributed_to_prompts_and_to_parts_of_the_grader(api: Test
         "object": "regraft.attribution",
         "weight": "token",
         "answers": 5,
-        "trained": 4,
+        "with_advantage": 4,
         "groups": 3,
         "groups_of_half": 1,
         "largest": [
@@ -789,7 +790,7 @@ def test_an_update_is_attributed_to_prompts_and_to_parts_of_the_grader(api: Test
                 "text": "2+2?",
                 "share": 0.75,
                 "answers": 2,
-                "trained": 2,
+                "with_advantage": 2,
                 "mean_reward": 0.5,
             }
         ],
@@ -807,10 +808,15 @@ def test_answers_weigh_alike_where_the_loss_averages_over_them(
     assert (found["weight"], [one["share"] for one in found["largest"]]) == ("answer", [0.5, 0.5])
 
 
-def test_parts_that_were_normalized_before_they_were_added_have_no_shares(
-    house: House, api: TestClient, learned: str
+@pytest.mark.parametrize(
+    "resolved", [{"advantage_scale": "each"}, {"overlong": "soft"}, {"length_weight": 0.5}], ids=str
+)
+def test_parts_have_no_shares_where_advantages_follow_more_than_the_score(
+    house: House, api: TestClient, learned: str, resolved: dict[str, Any]
 ) -> None:
-    resolve(house, learned, loss="dapo", advantage_scale="each", supervision="outcome")
+    resolve(
+        house, learned, **{"loss": "dapo", "advantage_scale": "batch", "supervision": "outcome"} | resolved
+    )
 
     assert api.get(f"/v1/regraft/jobs/{learned}/rollouts/attribution").json()["parts"] is None
 
@@ -831,6 +837,30 @@ def test_answers_without_one_advantage_are_not_attributed(
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "job_id")
     assert reason in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("names", "has_shares"), [("abcdefgh", True), ("abcdefghi", False)])
+def test_parts_of_a_formula_that_takes_too_long_have_no_shares(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], names: str, has_shares: bool
+) -> None:
+    """A weighted sum has shares of any number of parts; the time of a product doubles with each."""
+    for formula, expected in ((" + ".join(names), True), (" * ".join(names), has_shares)):
+        parts = {name: GRADER | {"name": name} for name in names}
+        job_id = create_job(reinforcement={"grader": BOTH | {"graders": parts, "calculate_output": formula}})[
+            "id"
+        ]
+        resolve(house, job_id, loss="grpo", advantage_scale="group", supervision="outcome")
+        rows = [
+            row(1, "train", 0, member, advantage=member - 0.5, trained=True)
+            | {"sub_scores": dict.fromkeys(names, 1.0) | {"a": float(member)}}
+            for member in (0, 1)
+        ]
+        store(house, job_id, 1, rows=rows)
+
+        shares = api.get(f"/v1/regraft/jobs/{job_id}/rollouts/attribution").json()["parts"]
+
+        assert (shares is not None) == expected
+        assert shares is None or {one["name"]: one["share"] for one in shares}["a"] == pytest.approx(1.0)
 
 
 def test_more_answers_than_are_attributed_at_once_are_refused(

@@ -150,7 +150,7 @@ def test_another_grader_is_compared_with_the_stored_scores(
         "now_failed": 0,
         "changed_signs": 0,
         # The first group was taught 0.5 either way and is taught 0.1, the second 0 and 0.5.
-        "advantage_cosine": pytest.approx(0.1 / math.hypot(0.1, 0.5)),
+        "centered_cosine": pytest.approx(0.1 / math.hypot(0.1, 0.5)),
         "rank_correlation": pytest.approx(0.866, abs=1e-3),
     }
 

@@ -917,7 +917,7 @@ def test_another_formula_is_shown_beside_the_stored_scores(
     ]
     assert out.splitlines()[8] == (
         "1 higher, 1 lower, 0 the same; 1 now pass, 0 now fail; 2 would be learned the other way, "
-        "cosine of the advantages -1.000, rank correlation -1.000"
+        "cosine with the stored ones -1.000, rank correlation -1.000"
     )
     assert in_json("what-if", job_id, "close", "--step-from", "2")["answers"] == 0
 
@@ -951,14 +951,14 @@ def test_an_update_is_attributed_to_prompts_and_parts_in_two_tables(
     _, out, _ = regraft("attribution", job_id, "--step", "1")
 
     assert [re.split(r"  +", line.strip()) for line in out.splitlines()] == [
-        ["step", "group", "line", "share", "trained", "mean", "prompt"],
+        ["step", "group", "line", "share", "with advantage", "mean", "prompt"],
         ["1", "0", "1", "100.0%", "2 of 2", "0.500", "2 + 2 ?"],
         [""],
         ["part of the grader", "share"],
         ["says", "100.0%"],
         ["close", "0.0%"],
         [""],
-        ["trained on 2 of 2 answers; 1 of 1 groups have half of the update"],
+        ["2 of 2 answers have an advantage; 1 of 1 groups make half of the updates"],
     ]
     assert in_json("attribution", job_id, "--step", "1")["groups_of_half"] == 1
 

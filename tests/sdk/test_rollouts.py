@@ -222,7 +222,7 @@ def test_an_update_is_attributed_to_its_prompts(
 
     found = client.rollouts.attribution(job_id, step=1)
 
-    assert (found.trained, found.groups_of_half, found.parts) == (2, 1, None)
+    assert (found.with_advantage, found.groups_of_half, found.parts) == (2, 1, None)
     assert [one.share for one in found.largest] == [1.0]
     assert asyncio.run(asked()) == found
     assert client.rollouts.attribution(job_id, step_from=2).answers == 0

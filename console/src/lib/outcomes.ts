@@ -13,6 +13,6 @@ export const OUTCOMES: Record<Outcome, { sign: string; kind: string; meaning: st
 /** Why a prompt is not solved, in a few words, and what follows from it. */
 export const REASONS: Record<NonNullable<Prompt["reason"]>, { words: string; meaning: string }> = {
   cut: { words: "cut off", meaning: "at least half of its last answers ended at the token limit" },
-  no_signal: { words: "no signal", meaning: "its answers never had different scores, so nothing could be learned from it" },
-  rising: { words: "rising", meaning: "its mean reward has risen, and not to the threshold" },
+  no_signal: { words: "no signal", meaning: "its answers never had different scores at one step" },
+  rising: { words: "rising", meaning: "its mean reward has risen, not yet to the threshold" },
 };

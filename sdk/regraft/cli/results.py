@@ -220,19 +220,19 @@ def attribution(arguments: argparse.Namespace) -> int:
                 one.group,
                 one.line,
                 f"{one.share:.1%}",
-                f"{one.trained} of {one.answers}",
+                f"{one.with_advantage} of {one.answers}",
                 one.mean_reward,
                 shortened(one.text or "", WIDE),
             ]
             for one in found.largest
         ]
         parts: list[list[object]] = [[one.name, f"{one.share:.1%}"] for one in found.parts or ()]
-        tables = [table(["step", "group", "line", "share", "trained", "mean", "prompt"], groups)]
+        tables = [table(["step", "group", "line", "share", "with advantage", "mean", "prompt"], groups)]
         if parts:
             tables.append(table(["part of the grader", "share"], parts))
-        trained = f"trained on {found.trained} of {found.answers} answers"
-        half = f"; {found.groups_of_half} of {found.groups} groups have half of the update"
-        return "\n\n".join([*tables, trained + (half if found.trained else "")])
+        counts = f"{found.with_advantage} of {found.answers} answers have an advantage"
+        half = f"; {found.groups_of_half} of {found.groups} groups make half of the updates"
+        return "\n\n".join([*tables, counts + (half if found.with_advantage else "")])
 
     return answer(arguments, found, text)
 
@@ -274,7 +274,7 @@ def _compared(
         *more,
     ]
     cosine = (
-        "" if found.advantage_cosine is None else f", cosine of the advantages {found.advantage_cosine:.3f}"
+        "" if found.centered_cosine is None else f", cosine with the stored ones {found.centered_cosine:.3f}"
     )
     correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
     return (
