@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ServiceDep
+from api.http.shapes import Limit, clamped
 from api.resources.rollouts import (
     MAX_RESCORED,
     MAX_RESCORED_CHARACTERS,
@@ -25,8 +26,6 @@ from graders.formula import Formula
 from graders.weighted_sum import weights_of
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
-
-MAX_GROUPS = 100
 
 
 class GroupShareOut(BaseModel):
@@ -84,7 +83,7 @@ def attribute(
     step: Step = None,
     step_from: Step = None,
     step_to: Step = None,
-    limit: Annotated[int, Query(description=f"Maximum number of groups, at most {MAX_GROUPS}.")] = 20,
+    limit: Limit = 20,
 ) -> AttributionOut:
     """Say which prompts, and which parts of a multi grader, the updates of training steps came from."""
     with service.database.read() as session:
@@ -101,7 +100,7 @@ def attribute(
     answers = attribution.learned_answers(service.blobs, pages, grader.get("invalid_grade"))
     by_token = resolved.get("loss") not in MEAN_OF_ANSWERS
     shares = attribution.group_shares(answers, by_token=by_token)
-    largest = [one for one in shares[: max(1, min(limit, MAX_GROUPS))] if one.share > 0.0]
+    largest = [one for one in shares[: clamped(limit)] if one.share > 0.0]
     texts = prompt_histories.texts(
         service.blobs, pages, {one.line: one.step for one in largest if one.line is not None}
     )
