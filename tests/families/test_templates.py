@@ -143,7 +143,11 @@ def test_a_template_in_the_manner_of_a_family_has_no_warnings(template: str) -> 
 
 # Of the templates that TRL ships. LFM2's has no place for calls, and those of models of images want lists as content.
 WARNED = {
+    "gptoss": ["leaves out calls of an answer that has several"],
     "lfm2": ["leaves out calls of functions"],
+    "llama3_1": ["leaves out the text that an answer has beside its calls"],  # it rejects several calls
+    "llama3_2": ["leaves out the text that an answer has beside its calls"],
+    "muse_glimmer": ["leaves out the text that an answer has beside its calls"],
     "idefics3": ["loses text", "leaves out system messages"],
     "smolvlm": ["loses text", "leaves out system messages"],
     "llava_next": ["loses text", "writes nothing before an answer"],
