@@ -19,6 +19,7 @@ from core.model_checks import ModelChecks
 from core.outages import outage
 from core.registry import BaseModelEntry
 from core.template_process import CPU_SECONDS, MEMORY_BYTES
+from core.template_tools import NEEDED, TOOLS
 from core.tool_parsers import PARSED, template_for_tools, tool_parser_of
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ def tools_problem(
         NotReady: the check of the template was interrupted.
     """
     template = template_for_tools(template)
-    lost = _lost_of_tools(template) if isinstance(template, str) and "tools" in template else ("tools",)
-    if "tools" in lost:
+    lost = _lost_of_tools(template) if isinstance(template, str) and "tools" in template else (TOOLS,)
+    if TOOLS in lost:
         return (
             f"the chat template of {model} has no place for tools: choose a model whose template has one, or set "
             "chat_template (and tool_parser, where the template does not show it) in its entry of the model registry."
@@ -110,11 +111,11 @@ def tools_problem(
             f"{', '.join(PARSED)}: choose another model, or another chat_template and tool_parser in its entry of the "
             "model registry."
         )
-    if lost:
+    if unseen := " and ".join(part for part in lost if part in NEEDED):
         return (
-            f"the chat template of {model} leaves {' and '.join(lost)} of functions out of prompts, so the model would "
-            "not see them: choose another model, or set chat_template in its entry of the model registry to a template "
-            "that writes them."
+            f"the chat template of {model} leaves {unseen} of functions out of prompts, so the model would not see "
+            "them: choose another model, or set chat_template in its entry of the model registry to a template that "
+            "writes them."
         )
     return None
 
@@ -184,7 +185,7 @@ def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool
 
 @lru_cache(maxsize=64)
 def _lost_of_tools(template: str) -> tuple[str, ...]:
-    """What prompts lack of "tools", "calls" and "results", whatever the tokenizer is."""
+    """What prompts with tools lack, whatever the tokenizer is."""
     return tuple(_answer("lost_of_tools", template, _SOME_TOKENS, "tools count as rendered") or ())
 
 

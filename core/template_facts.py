@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from core.chat_templates import reads_clock
 from core.reasoning import QUESTION, Format
 from core.template_process import draws_at_random
-from core.template_tools import RenderChat
+from core.template_tools import CALLS, DEFINITIONS, MESSAGES, PARALLEL, RESULTS, TEXT, TOOLS, RenderChat
 
 _SYSTEM, _ANSWER, _SECOND = "System7Q", "Answer7Q", "Second7Q"
 _USER = {"role": "user", "content": QUESTION}
@@ -57,8 +57,12 @@ class TemplateFacts(BaseModel):
     system_role: SystemRole
     alternation: bool  # two messages of one role in a row are rejected
     tools: bool
+    definitions: bool  # false: a tool, or a part of its definition, is not in the prompt
     calls: bool  # false: calls of earlier answers are not in the prompt
     results: bool  # false: their results are not in the prompt, or not whole
+    parallel_calls: bool  # false: of several calls in an answer, some or their results are not in the prompt
+    text_beside_calls: bool  # false: the text of an earlier answer with calls is not in the prompt
+    messages_with_tools: bool  # false: prompts with tools lack messages that prompts without them have
     thoughts: bool
     date: bool  # prompts have the time at which they are rendered; a job fixes it
 
@@ -147,12 +151,34 @@ def _faults(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
             f"renders tools and leaves out {_unseen(facts)} of functions, which jobs and requests with tools need",
             "writes them",
         ),
+        *(_faults_of_answers(facts) if facts.tools else []),
+    ]
+
+
+def _faults_of_answers(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
+    """Those of conversations with tools that do not keep the model from using them."""
+    return [
+        (
+            facts.calls and not facts.parallel_calls,
+            "leaves out calls of an answer that has several, or their results",
+            "writes all of them",
+        ),
+        (
+            facts.calls and not facts.text_beside_calls,
+            "leaves out the text that an answer has beside its calls",
+            "writes it",
+        ),
+        (
+            not facts.messages_with_tools,
+            "leaves out messages of a conversation that has tools",
+            "writes all messages",
+        ),
     ]
 
 
 def _unseen(facts: TemplateFacts) -> str:
-    """Name what the prompt lacks of calls and their results."""
-    parts = (("calls", facts.calls), ("results", facts.results))
+    """Name what the prompt lacks of the definitions of tools, their calls and their results."""
+    parts = ((DEFINITIONS, facts.definitions), (CALLS, facts.calls), (RESULTS, facts.results))
     return " and ".join(name for name, is_seen in parts if not is_seen)
 
 
@@ -178,7 +204,7 @@ def find_facts(
         special: the texts of the tokenizer's special tokens.
         stops: those of the model's own end tokens.
         form: of the model's thoughts.
-        lost: what prompts with tools lack of them, as `lost_of_tools` of core/template_tools.py finds it.
+        lost: what prompts with tools lack, as `lost_of_tools` of core/template_tools.py finds it.
     """
     rendered, system_role = _rendered_of(render)
     prompt, plain, conversation = rendered(_USER, prompt=True), rendered(_USER), rendered(_USER, _ASSISTANT)
@@ -201,9 +227,13 @@ def find_facts(
         random=draws_at_random(template) or rendered(dict(_USER), prompt=True) != prompt,
         system_role=system_role,
         alternation=plain is not None and rendered(_USER, _NEXT) is None,
-        tools=prompt is not None and "tools" not in lost,
-        calls="calls" not in lost,
-        results="results" not in lost,
+        tools=prompt is not None and TOOLS not in lost,
+        definitions=DEFINITIONS not in lost,
+        calls=CALLS not in lost,
+        results=RESULTS not in lost,
+        parallel_calls=PARALLEL not in lost,
+        text_beside_calls=TEXT not in lost,
+        messages_with_tools=MESSAGES not in lost,
         thoughts=form is not None,
         date=reads_clock(template),
     )

@@ -49,7 +49,7 @@ def _lost_of_tools(template: str, special_tokens: Mapping[str, str]) -> list[str
     return lost_of_tools(lambda messages, tools, prompt: render(messages, tools, prompt=prompt))
 
 
-# Whether prompts let the model write a thought; what is lost of tools, their calls and their results.
+# Whether prompts let the model write a thought; what prompts with tools lack.
 QUESTIONS: Mapping[str, Callable[[str, Mapping[str, str]], bool | list[str]]] = {
     "reasons": _reasons,
     "lost_of_tools": _lost_of_tools,

@@ -143,6 +143,50 @@ NAMED_DEFECTS = {
         TOOLS.replace("<|im_end|>", "<end>") + base_with("messages -%}", "messages if m.role != 'tool' -%}"),
         "leaves out calls and results of functions",
     ),
+    "the names of tools only": (
+        base_with("tools | tojson", "tools | map(attribute='function.name') | join", TOOLS_BASE),
+        "leaves out parts of the definitions of functions",
+    ),
+    "the first tool only": (
+        base_with("tools | tojson", "tools[:1] | tojson", TOOLS_BASE),
+        "leaves out parts of the definitions of functions",
+    ),
+    "names of calls left out": (
+        base_with(CALLS, "(m.tool_calls[0].function.arguments | tojson if m.tool_calls else '')", TOOLS_BASE),
+        "leaves out calls of functions",
+    ),
+    "the first of several calls only": (
+        base_with(CALLS, "(m.tool_calls[:1] | tojson if m.tool_calls else '')", TOOLS_BASE),
+        "leaves out calls of an answer that has several",
+    ),
+    "the last of several calls only": (
+        base_with(CALLS, "(m.tool_calls[-1:] | tojson if m.tool_calls else '')", TOOLS_BASE),
+        "leaves out calls of an answer that has several",
+    ),
+    "the first of several results only": (
+        base_with(
+            "m.content",
+            "('' if m.role == 'tool' and loop.previtem.role == 'tool' else m.content)",
+            TOOLS_BASE,
+        ),
+        "leaves out calls of an answer that has several, or their results",
+    ),
+    "text beside calls left out": (
+        base_with("m.content +", "('' if m.tool_calls else m.content) +", TOOLS_BASE),
+        "leaves out the text that an answer has beside its calls",
+    ),
+    "system messages left out where there are tools": (
+        base_with("messages -%}", "messages if not (tools and m.role == 'system') -%}", TOOLS_BASE),
+        "leaves out messages of a conversation that has tools",
+    ),
+    "the user's message left out where there are tools": (
+        base_with("messages -%}", "messages if not (tools and m.role == 'user') -%}", TOOLS_BASE),
+        "leaves out messages of a conversation that has tools",
+    ),
+    "all but the last twenty messages left out where there are tools": (
+        base_with("in messages", "in (messages[-20:] if tools else messages)", TOOLS_BASE),
+        "leaves out messages of a conversation that has tools",
+    ),
 }
 DEFECTS = {defect: template for defect, (template, _) in NAMED_DEFECTS.items()}
 

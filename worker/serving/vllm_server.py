@@ -69,7 +69,8 @@ class VllmModel(ABC):
         if entry.template_text is not None:
             self.tokenizer.chat_template = entry.template_text
         self._eos = _eos_of(source)
-        self.tool_parser = tool_parser_of(entry.tool_parser, self.tokenizer.chat_template)
+        self._registered_parser = entry.tool_parser
+        self.tool_parser = tool_parser_of(entry.tool_parser, self.tokenizer.chat_template)  # vLLM's own
         self._template = entry.template_text
         self._ranks: dict[str, int] = {}
 
@@ -106,8 +107,7 @@ class VllmModel(ABC):
             raise EngineRefused(f"{self.name} has no chat template, as is usual for a base model.")
         calls = bool(request.tools) and request.tool_choice != "none"
         if calls:
-            used = template or self.tokenizer.chat_template
-            refuse_unseen_tools(self.name, self.tool_parser, used, parsers=None)
+            self._refuse_tools(template or self.tokenizer.chat_template)
         try:
             template, reasoning = reasoning_of(request, self.tokenizer, template)
         except Refusal as cause:
@@ -147,6 +147,20 @@ class VllmModel(ABC):
             body["tool_choice"] = chosen if isinstance(chosen, str) else chosen.model_dump()
             body["parallel_tool_calls"] = request.parallel_tool_calls is not False
         return body
+
+    def _refuse_tools(self, template: object) -> None:
+        """Raises EngineRefused: prompts of the template cannot have tools, or vLLM was started for other calls."""
+        refuse_unseen_tools(self.name, self.tool_parser, template, parsers=None)
+        parser = tool_parser_of(self._registered_parser, template)
+        if parser not in (None, self.tool_parser):
+            reads = f"those of '{self.tool_parser}'" if self.tool_parser else "none"
+            raise EngineRefused(
+                f"Unsupported parameter: 'tools': the chat template of the request has calls for the tool_parser "
+                f"'{parser}', and vLLM's server of {self.name} was started to read {reads}: set tool_parser in the "
+                f"model's entry of the registry to '{parser}'.",
+                code="unsupported_parameter",
+                param="tools",
+            )
 
     def _completion(self, request: InternalCompletion, adapter: Path | None) -> dict[str, Any]:
         body = self._sampling(request, adapter, own_stop_ids(self._eos, self.tokenizer)) | {
