@@ -37,6 +37,14 @@ _QUERY_NAME = re.compile(
     rf"(?:{_NAME}|[\w.-]*[_-]?key|code|sig|auth|pwd|pass|jwt|session[-_]?id)(?:\[\w*\])?|auth\[\w+\]",
     re.IGNORECASE,
 )
+# In objects of other services, which mean more by such names than ours do. Not the code of an error.
+_FOREIGN_NAME = re.compile(
+    rf"(?!code$)(?:{_QUERY_NAME.pattern}|{_SECRET_FIELD.pattern}|{_SECRET_OBJECT.pattern}"
+    r"|[\w.-]*(?:api[-_]?key|passw(?:or)?d)s)",
+    re.IGNORECASE,
+)
+_LONGEST_NAME = 200  # beyond it the `name` of a foreign object is a text
+_COUNTED = ("key", "pass")  # an object or a list with such a name may hold figures
 _PARAMETER = re.compile(r"(?<=[?&;#])([^=?&;#\s]+)=([^&#\s]+)")
 _USER_OF_URL = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 _ENDS_OF_USER = re.compile(r"([\s\"'<>@])")
@@ -54,6 +62,14 @@ _MASKED_URL = re.compile(
 # A text may have a megabyte, so no pattern may look at a part of it from each of its characters: those that begin with
 # a run of characters begin where the run does.
 _IN_TEXT = (
+    # A private key in PEM, first of all: its line breaks would end the others. Without its last line, all that follows.
+    (
+        re.compile(
+            r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?s:.*?)"
+            r"(?:-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"
+        ),
+        MASK,
+    ),
     # The scheme of a header may have any name.
     (
         re.compile(
@@ -80,12 +96,25 @@ _IN_TEXT = (
         ),
         rf"\1{MASK}",
     ),
-    # Keys whose first characters say what they are: OpenAI's and ours, Hugging Face's, GitHub's, GitLab's, Google's,
-    # Slack's and AWS's.
+    # Options of commands: `--api-key VALUE`.
     (
-        re.compile(r"\b(sk-|rg-|hf_|gh[opsu]_|glpat-|AIza|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"),
+        re.compile(
+            rf"(?<![\w.-])(--{_NAME}[ \t]+)(?:([\"'])(?!\*)(?:(?!\2).){{6,}}\2|(?![\"'*-])[^\s\"',;&<>]{{6,}})",
+            re.IGNORECASE,
+        ),
         rf"\1{MASK}",
     ),
+    # Keys whose first characters say what they are: OpenAI's and ours, Hugging Face's, GitHub's, GitLab's, Google's,
+    # Slack's, AWS's and npm's, which has no hyphen or underscore.
+    (
+        re.compile(
+            r"\b(sk-|rg-|hf_|gh[opsu]_|github_pat_|glpat-|AIza|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"
+            r"|\b(npm_)[A-Za-z0-9]{20,}"
+        ),
+        rf"\1\2{MASK}",
+    ),
+    # JSON web tokens, signed and encrypted.
+    (re.compile(r"(?<![\w-])eyJ[\w-]{8,}(?:\.[\w-]*){2,4}"), MASK),
 )
 
 
@@ -139,17 +168,42 @@ def hide_in_error(value: Any) -> Any:
 
 
 def hide_in_foreign(value: Any) -> Any:
-    """Mask the secrets of an object of unknown meaning, also in its texts and in fields named `key`."""
-    return hide_in_error(_without_keys(value))
+    """Mask the secrets of an object of unknown meaning.
+
+    As `hide_in_error`, and texts, objects and lists with further names, such as `pwd` and `openai_key`, and the value
+    beside a name of a secret: `{"name": "API_KEY", "value": "..."}`.
+    """
+    return hide_in_error(_without_named(value))
 
 
-def _without_keys(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            name: MASK if name.lower() == "key" and isinstance(inner, str) and inner else _without_keys(inner)
-            for name, inner in value.items()
-        }
-    return [_without_keys(inner) for inner in value] if isinstance(value, list) else value
+def _without_named(value: Any, *, has_own_names: bool = False) -> Any:
+    """Mask by the names of fields. Of objects with the user's own names, no object is masked by its name."""
+    if isinstance(value, list):
+        return [_without_named(inner) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+    labels = (inner for name, inner in value.items() if name.lower() in ("name", "key"))
+    is_pair = any(isinstance(label, str) and _names_secret(label) for label in labels)
+    hidden = {}
+    for name, inner in value.items():
+        may_be = bool(inner) and isinstance(inner, str | list | Mapping)
+        is_own = has_own_names and isinstance(inner, Mapping)
+        is_counted = name.lower() in _COUNTED and not isinstance(inner, str)
+        is_secret = (_names_secret(name) and not is_own and not is_counted) or (
+            is_pair and name.lower() == "value"
+        )
+        hidden[name] = (
+            _masked_texts(inner)
+            if may_be and is_secret
+            else _without_named(inner, has_own_names=name in _OWN_NAMES)
+        )
+    return hidden
+
+
+def _names_secret(name: str) -> bool:
+    if len(name) > _LONGEST_NAME:
+        return False
+    return _FOREIGN_NAME.fullmatch(name.strip().replace(" ", "_")) is not None
 
 
 def mask_values(text: str, secrets: Collection[str]) -> str:

@@ -119,7 +119,10 @@ S3_MODES = {
 }
 # Changes of the server's own answers, and no answer at all.
 RESET, SILENT, ODD_ETAGS, NO_ETAGS = "reset", "silent", "odd ETags", "no ETags"
-ALL_S3_MODES = (*S3_MODES, RESET, SILENT, ODD_ETAGS, NO_ETAGS)
+# Downloads break in the middle, and what is asked for from there on is a page of another server, or the whole blob.
+LOGIN_AFTER_BREAK, WHOLE_AFTER_BREAK = "login page after a break", "whole blob after a break"
+AFTER_BREAK = (LOGIN_AFTER_BREAK, WHOLE_AFTER_BREAK)
+ALL_S3_MODES = (*S3_MODES, RESET, SILENT, ODD_ETAGS, NO_ETAGS, *AFTER_BREAK)
 
 
 class S3Proxy:
@@ -129,6 +132,7 @@ class S3Proxy:
         self.mode = OK
         self.chance = random.Random(1)  # the same in every run
         self.failed = 0  # requests that met the mode
+        self.broken: tuple[int, dict[str, str], bytes] = (200, {}, b"")  # the last answer that broke, whole
         self._released = threading.Event()
 
         class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
@@ -176,12 +180,27 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
             # The region is what Amazon's stores add to a redirect, and what clients look for.
             headers = {"Content-Type": "application/xml", "x-amz-bucket-region": "eu-west-1"}
             self._send(failure.status, headers, failure.body)
+        elif mode in AFTER_BREAK and request.reads:
+            self._break(mode)
         else:
             self._forward(body, mode)
 
+    def _break(self, mode: str) -> None:
+        if "Range" not in self.headers:
+            self.proxy.broken = self._of_server(b"")
+            self._send(*self.proxy.broken, share=0.5)
+            self.close_connection = True
+            return
+        self.proxy.failed += 1
+        if mode == LOGIN_AFTER_BREAK:
+            self._send(200, {}, S3Answer(200).body)
+        else:
+            self._send(*self.proxy.broken)
+
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer
 
-    def _forward(self, body: bytes, mode: str) -> None:
+    def _of_server(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """The status, headers and content of its answer."""
         upstream = http.client.HTTPConnection("127.0.0.1", self.upstream_port, timeout=60)
         with contextlib.closing(upstream):
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -191,7 +210,10 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
             upstream.endheaders(body)
             answer = upstream.getresponse()
             content = answer.read()
-        headers = dict(answer.getheaders())
+        return answer.status, dict(answer.getheaders()), content
+
+    def _forward(self, body: bytes, mode: str) -> None:
+        status, headers, content = self._of_server(body)
         etag = next((name for name in headers if name.lower() == "etag"), None)
         # The odd tag of a part would come back to the server, which has another one.
         is_changed = mode == NO_ETAGS or (mode == ODD_ETAGS and "partNumber" not in self.path)
@@ -200,9 +222,9 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
             headers[etag] = '"not-an-md5"'
             if mode == NO_ETAGS:
                 del headers[etag]
-        self._send(answer.status, headers, content)
+        self._send(status, headers, content)
 
-    def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
+    def _send(self, status: int, headers: dict[str, str], content: bytes, share: float = 1.0) -> None:
         self.send_response(status)
         length = str(len(content))
         for name, value in headers.items():
@@ -213,7 +235,7 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content[: round(share * len(content))])
 
 
 class TcpProxy:

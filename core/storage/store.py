@@ -606,12 +606,21 @@ class S3Blobs(BlobStore):
             raise BlobCorrupt(f"{key!r} has sha256 {got.sha256} in {got.size} bytes, expected {sha256}")
 
     def _rest(self, key: str, at: int, etag: str) -> Any:
-        """The body of a blob from byte `at`, if it still has this ETag."""
+        """The body of a blob from byte `at`, if it still has this ETag.
+
+        Raises:
+            NotTheStore: a page of another server, or a blob from its first byte, as of a proxy that ignores Range.
+        """
+        asked = {"Range": f"bytes={at}-", "IfMatch": etag}
         try:
             with self._named(key):
-                return self._client.get_object(**self._where(key), Range=f"bytes={at}-", IfMatch=etag)["Body"]
+                answer = _of_store(self._client.get_object(**self._where(key), **asked), key)
         except BlobExists as replaced:
             raise BlobCorrupt(f"{key!r} was replaced while it was read; read it again") from replaced
+        if not answer.get("ContentRange", "").startswith(f"bytes {at}-"):
+            answer["Body"].close()
+            raise NotTheStore(key, f"Content-Range from byte {at}")
+        return answer["Body"]
 
     def _condition(self, key: str) -> dict[str, str]:
         """Headers that make a put fail if the key exists. Without support: raises BlobExists if it exists now."""

@@ -15,7 +15,7 @@ from httpx2 import Response
 from starlette.testclient import TestClient
 
 from core.database.tables import WebhookDelivery
-from core.masking import hide_addresses, hide_in_error, hide_secrets, masked_path
+from core.masking import hide_addresses, hide_in_error, hide_in_foreign, hide_secrets, masked_path
 from graders.backends import Backends
 from graders.calls import quoted_reply
 from graders.endpoint import Endpoints
@@ -165,11 +165,42 @@ def test_an_error_keeps_all_but_its_secrets() -> None:
         f"sent {{'headers': {{'X-Mine': '{SECRET}'}}}}",
         f"Incorrect API key provided: sk-{SECRET}",
         f"glpat-{SECRET}",
+        f"github_pat_11AB_{SECRET}",
+        f"eyJhbGciOiJIUzI1NiJ9.{SECRET}.c2lnbmF0dXJl",
+        f"-----BEGIN EC PRIVATE KEY-----\n{SECRET}\n-----END EC PRIVATE KEY----- was refused",
+        f"key -----BEGIN PRIVATE KEY-----\n{SECRET}",
+        f"curl --api-key {SECRET}",
+        f'curl --admin-token "{SECRET}"',
     ],
 )
 def test_no_way_to_write_a_secret_in_an_error_shows_it(said: str) -> None:
     assert SECRET not in hide_in_error(said)
     assert SECRET not in hide_in_error({"message": said})["message"]
+
+
+def test_a_key_of_npm_is_masked_and_a_setting_of_npm_is_not() -> None:
+    key = "npm_" + "aB3" * 12
+
+    assert (
+        hide_in_error(f"{key} for npm_config_cache_of_packages") == "npm_*** for npm_config_cache_of_packages"
+    )
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"error": {"code": "a", "message": "failed"}},
+        {"usage": {"max_tokens": 5, "token": 3, "pass": {"count": 3}}, "key": {"id": 5}},
+        {"name": "pass", "value": 0.5},
+        {"name": "answer", "value": "the pass of the key"},
+        {"response_format": {"properties": {"token": {"type": "string"}, "openai_key": {"type": "string"}}}},
+        {"passed": "yes", "author": "ana", "keyword": "a", "passage": "b", "monkeys": "c"},
+        {"note": "Basic understanding of tokens: see --max-tokens 500000 and -----BEGIN CERTIFICATE-----"},
+        {"note": "eyJ is how a token begins. An eyJ. And so on."},
+    ],
+)
+def test_what_is_no_secret_of_another_service_is_shown(plain: dict[str, Any]) -> None:
+    assert hide_in_foreign(plain) == plain
 
 
 LONG = (
@@ -185,6 +216,13 @@ LONG = (
     "Bearer ",
     "authorization: ",
     "sk-",
+    "--token ",
+    "--token '",
+    "-----BEGIN ",
+    "-----BEGIN PRIVATE KEY-----",
+    "eyJ",
+    "eyJaaaaaaaa.",
+    "npm_",
     "@",
     " ",
 )
@@ -193,11 +231,11 @@ LONG = (
 def test_a_megabyte_of_anything_is_masked_in_little_time() -> None:
     """In a process, because a pattern that takes for ever lets nothing else run in its own."""
     code = f"""
-from core.masking import hide_in_error, hide_secrets, masked_path
+from core.masking import hide_in_foreign, hide_secrets, masked_path
 for part in {LONG!r}:
     text = part * (1_000_000 // len(part))
-    hide_in_error(text), hide_secrets(dict(url="https://a.example/?" + text)), hide_secrets({{text: text}})
-    masked_path({{text: text}}, "grader")
+    hide_in_foreign(dict(name=text)), hide_secrets(dict(url="https://a.example/?" + text))
+    hide_secrets({{text: text}}), masked_path({{text: text}}, "grader")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 

@@ -29,9 +29,10 @@ from core.storage.store import (
     FailedCleanups,
     FolderBlobs,
     NotDeleted,
+    NotTheStore,
     S3Blobs,
 )
-from tests.proxies import ALL_S3_MODES, RESET, SILENT, S3Proxy, TcpProxy
+from tests.proxies import AFTER_BREAK, ALL_S3_MODES, RESET, SILENT, S3Proxy, TcpProxy
 from tests.servers import Postgres, ReplicatedPostgres, SeaweedFS
 
 # In these, a store without what the fault takes away is used without it.
@@ -146,6 +147,19 @@ def test_a_fault_of_the_blob_store_is_survived_or_waited_for(
 
     assert (fault.waits == 0) is (mode in WORK_WITHOUT)
     assert proxy.failed
+
+
+@pytest.mark.parametrize("mode", AFTER_BREAK)
+def test_a_download_goes_on_with_no_bytes_of_another_place(proxy: S3Proxy, store: S3Blobs, mode: str) -> None:
+    data = bytes(range(30))
+    store.put_bytes("a", data)
+    proxy.mode = mode
+    chunks = store.open("a", chunk_size=5)
+
+    assert b"".join(itertools.islice(chunks, 3)) == data[:15]
+    with pytest.raises(NotTheStore, match=r"'a' has no (ETag|Content-Range from byte 15)"):
+        next(chunks)
+    assert proxy.failed == 1
 
 
 def test_a_missing_bucket_does_not_mean_that_a_blob_was_deleted(seaweed: SeaweedFS, proxy: S3Proxy) -> None:

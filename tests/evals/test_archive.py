@@ -706,6 +706,29 @@ LEAKS += [
     {"type": "score_model", "key": SECRET, "client": {"key": SECRET}},
     {"type": "score_model", "note": f"401 for Bearer {SECRET}"},
 ]
+LEAKS += [
+    {"type": "unheard of", name: SECRET}
+    for name in ("auth", "openai_key", "pwd", "pass", "basicAuth", "API key")
+]
+LEAKS += [
+    {"type": "unheard of", "auth": ["u", SECRET]},
+    {
+        "type": "unheard of",
+        "token": {"value": SECRET},
+        "openai_key": [{"text": SECRET}],
+        "api_keys": [SECRET],
+    },
+    {"type": "unheard of", "env_vars": [{"name": "OPENAI_API_KEY", "value": SECRET}]},
+    {"type": "unheard of", "env": [{"key": "Authorization", "Value": {"text": SECRET}}]},
+    {"type": "unheard of", "note": f"run --api-key {SECRET} or --api-key '{SECRET}'"},
+    {"type": "unheard of", "note": f"with github_pat_11{SECRET}"},
+    {"type": "unheard of", "note": f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{SECRET}"},
+    {
+        "type": "unheard of",
+        "note": f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+    },
+    {"type": "unheard of", "note": f"private_key: -----BEGIN PRIVATE KEY-----\\n{SECRET}"},
+]
 CONFIGS = {
     "schema": {"type": "custom", "schema": {"properties": {"item": {}}}},
     "item_schema": {"type": "custom", "item_schema": {"type": "object"}},
