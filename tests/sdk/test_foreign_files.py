@@ -343,6 +343,12 @@ FOREIGN: dict[str, tuple[bytes, FileMethod, str, bool]] = {
         f"the rows have their prompt in the key input; write it as messages. {does('rft')}",
         NO_CONTAINER,
     ),
+    "messages in texts of JSON": (
+        lines(*[{"messages": json.dumps(ROW["messages"]), "answer": str(n)} for n in range(TWELVE)]),
+        "reinforcement",
+        f"the rows have their messages as texts of JSON; write them as lists. {does('rft')}",
+        NO_CONTAINER,
+    ),
     "functions": (
         FUNCTIONS,
         "supervised",
@@ -1296,6 +1302,71 @@ def test_the_messages_in_a_column_of_json_are_read_whatever_its_name(name: str, 
     assert convert_text(tmp_path, content, "rft", **{name: "chat", "answer": "label"}) == [ROW]
 
 
+AS_TEXT, SELLER = json.dumps([USER]), json.dumps([{"role": "seller", "name": "Acme"}])
+IN_TEXTS: dict[str, tuple[dict[str, Any], Target, dict[str, str], dict[str, Any]]] = {
+    "messages": ({"messages": AS_TEXT, "answer": "2"}, "rft", {}, ROW),
+    "messages for the prompt": ({"messages": AS_TEXT, "answer": "2"}, "rft", {"prompt": "messages"}, ROW),
+    "a path into messages": (
+        {"messages": AS_TEXT, "answer": "2"},
+        "sft",
+        {"prompt": "messages[0].content"},
+        CHAT,
+    ),
+    "a prompt and an answer": ({"prompt": AS_TEXT, "completion": json.dumps([ANSWER])}, "sft", {}, CHAT),
+    "two answers": (
+        {"prompt": AS_TEXT, "chosen": json.dumps([ANSWER]), "rejected": json.dumps([WRONG])},
+        "dpo",
+        {},
+        PAIR,
+    ),
+    "functions for tools": (
+        {"messages": json.dumps(CHAT["messages"]), "tools": json.dumps([ADDER])},
+        "sft",
+        {},
+        CHAT | {"tools": [{"type": "function", "function": ADDER}]},
+    ),
+    "texts for a grader": (
+        {"messages": AS_TEXT, "answer": SELLER, "other": AS_TEXT},
+        "rft",
+        {},
+        {"messages": [USER], "answer": SELLER, "other": AS_TEXT},
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "target", "names", "right"), IN_TEXTS.values(), ids=IN_TEXTS.keys())
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda rows: lines(*rows),
+        array,
+        pretty,
+        wrapped,
+        table_of,
+        lambda rows: as_parquet(*rows),
+        lambda rows: as_arrow(*rows),
+    ],
+    ids=["JSONL", "array", "pretty", "data", "CSV", "Parquet", "Arrow"],
+)
+def test_messages_in_texts_of_json_are_messages_in_every_file(
+    row: dict[str, Any],
+    target: Target,
+    names: dict[str, str],
+    right: dict[str, Any],
+    put: Callable[[list[dict[str, Any]]], bytes],
+    tmp_path: Path,
+) -> None:
+    assert convert_text(tmp_path, put([row, row]), target, **names) == [right, right]
+
+
+def test_messages_in_texts_of_json_are_messages_in_a_table_in_memory(tmp_path: Path) -> None:
+    made = convert(
+        [{"chat": AS_TEXT, "answer": "2"}], "rft", tmp_path / "ours.jsonl", names={"prompt": "chat"}
+    )
+
+    assert json.loads(made.path.read_text()) == ROW
+
+
 NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {
     "texts in the prompt": (
         {"q": ["1 + 1?"], "answer": "2"},
@@ -1580,7 +1651,13 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         f'messages,label\n"{[USER]}",a\n'.encode(),
         "rft",
         {},
-        "line 2: has in messages a list as Python prints it: write the cell with json.dumps",
+        "line 2: has in messages a list as Python prints it: write it with json.dumps",
+    ),
+    "a row with a list as Python prints it": (
+        lines({"messages": str([USER]), "label": "a"}),
+        "rft",
+        {},
+        "line 1: has in messages a list as Python prints it: write it with json.dumps",
     ),
     "a table without rows": (
         b"prompt,label\n",
