@@ -360,7 +360,7 @@ def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
             {column: cell for column, cell in zip(table.columns, line, strict=False) if column}
             for line in lines[:FIRST_ROWS]
             if any(line)
-        ] or [dict.fromkeys(filter(None, table.columns), "")]
+        ] or [{name: [] if name.lower() in JSON_COLUMNS else "" for name in table.columns if name}]
     rows: list[dict[str, Any]] = []
     decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
@@ -661,9 +661,13 @@ def _has_pair(row: Mapping[str, Any]) -> bool:
 
 
 def _is_of_a_method(row: Mapping[str, Any]) -> bool:
+    """Whether a job of some method reads the row, or refuses it with a sentence about its messages or answers."""
     if "messages" in row:
-        return not (repeats_an_answer(row) or has_turns(row["messages"]))
-    return not row.keys().isdisjoint({"preferred_output", "non_preferred_output"})
+        messages = row["messages"]
+        is_list = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
+        return is_list and not (repeats_an_answer(row) or has_turns(messages))
+    answers = [row[name] for name in ("preferred_output", "non_preferred_output") if name in row]
+    return bool(answers) and not all(isinstance(one, Mapping) for one in answers)
 
 
 def _is_pretty(text: str, *, is_cut: bool) -> bool:

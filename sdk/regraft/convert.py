@@ -138,7 +138,8 @@ def convert(
     zstd or not; and tables in memory: datasets.Dataset, pandas.DataFrame, pyarrow.Table, a list of dicts. Rows are
     those of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or have a prompt and an answer.
 
-    Rows for rft and sft whose label is false or whose answer is empty are left out.
+    Rows for rft and sft whose label is false or whose answer is empty are left out, and those for dpo whose two answers
+    are the same.
 
     Args:
         source: the path of a file, or a table; `regraft.tables.from_hub` downloads one from the Hugging Face hub.
@@ -202,7 +203,7 @@ def _source_rows(source: str | Path | Table, encoding: str | None) -> _NumberedR
 def _check_encoding(name: str | None) -> None:
     try:
         "".encode(name or "utf-8")
-    except LookupError:
+    except (LookupError, UnicodeError):
         raise UnknownEncoding(f"there is no encoding of text named {name}; examples: utf-8, cp1252") from None
 
 
@@ -230,10 +231,10 @@ def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
             head = file.read(HEAD_BYTES)
         with _uncompressed(path, container) as file:
             yield from _rows(path, file, head, encoding)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:  # some encodings raise no UnicodeDecodeError
         remedy = "save it as UTF-8, or name its encoding, such as --encoding cp1252"
         raise InvalidDataset(
-            [LineError(0, f"the file is not {encoding or error.encoding}: {remedy}")]
+            [LineError(0, f"the file is not {encoding or getattr(error, 'encoding', 'UTF-8')}: {remedy}")]
         ) from None
 
 
@@ -531,7 +532,7 @@ def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:
 
     Raises:
         CannotConvert: it has no prompt, or lacks an answer that the target needs.
-        LeftOut: its answer is empty or bad, and the target is for good answers.
+        LeftOut: its answer is empty or bad, and the target is for good answers; or its two answers are the same.
     """
     is_ours = (
         "output" in row and isinstance(row.get("input"), Mapping) and truth_of(row.get("label")) is not None
@@ -687,11 +688,10 @@ def _to_dpo(row: Row) -> tuple[Row, Row]:
         raise CannotConvert(
             "has no two answers; name their fields with --map chosen=FIELD --map rejected=FIELD"
         )
-    return {
-        "input": given,
-        "preferred_output": _answer_to_prompt(rest, better),
-        "non_preferred_output": _answer_to_prompt(rest, worse),
-    }, rest
+    preferred, other = _answer_to_prompt(rest, better), _answer_to_prompt(rest, worse)
+    if preferred == other:
+        raise LeftOut("whose two answers are the same")
+    return {"input": given, "preferred_output": preferred, "non_preferred_output": other}, rest
 
 
 _MAKERS: Mapping[Target, Callable[[Row], tuple[Row, Row]]] = {"rft": _to_rft, "sft": _to_sft, "dpo": _to_dpo}

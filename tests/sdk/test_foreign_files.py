@@ -430,6 +430,24 @@ FOREIGN |= {
         f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
         NO_CONTAINER,
     ),
+    "columns with messages": (
+        json.dumps({name: [row[name] for row in ROWS] for name in ROW}).encode(),
+        "reinforcement",
+        f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns of pandas with messages": (
+        json.dumps({name: {n: row[name] for n, row in enumerate(ROWS)} for name in ROW}).encode(),
+        "reinforcement",
+        f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns of pandas with pairs": (
+        json.dumps({name: dict.fromkeys(range(TWELVE), PAIR[name]) for name in PAIR}).encode(),
+        "dpo",
+        f"the file is one JSON object with its columns; write one object per line. {does('dpo')}",
+        NO_CONTAINER,
+    ),
     "columns of pandas": (
         json.dumps({name: {str(n): name for n in range(TWELVE)} for name in ("prompt", "answer")}).encode(),
         "supervised",
@@ -1172,6 +1190,14 @@ def test_rows_without_an_answer_are_left_out(row: dict[str, Any], target: Target
     assert (made.rows, made.left_out) == (1, {"without an answer": 1})
 
 
+def test_pairs_of_one_answer_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(lines({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIR))
+
+    made = convert(tmp_path / "theirs", "dpo", tmp_path / "ours.jsonl")
+
+    assert (made.rows, made.left_out) == (1, {"whose two answers are the same": 1})
+
+
 def test_what_a_user_may_miss_in_the_converted_file_is_named(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1261,8 +1287,11 @@ def test_an_encoding_that_is_none_or_not_that_of_the_file_is_refused(
     assert "no encoding of text named cp9999" in capsys.readouterr().err
     assert main([*convert_it, "hex"]) == 2
     assert "no encoding of text named hex" in capsys.readouterr().err
-    assert main([*convert_it, "ascii"]) == 1
-    assert "the file is not ascii: save it as UTF-8, or name its encoding" in capsys.readouterr().err
+    assert main([*convert_it, "undefined"]) == 2
+    assert "no encoding of text named undefined" in capsys.readouterr().err
+    for other in ("ascii", "utf-16", "idna"):
+        assert main([*convert_it, other]) == 1
+        assert f"the file is not {other}: save it as UTF-8, or name its encoding" in capsys.readouterr().err
 
 
 def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -> None:
@@ -1841,6 +1870,50 @@ def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
 
     assert main(["validate", "train.json"]) == 1
     assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+NAMED_JSON: dict[str, tuple[bytes, str]] = {
+    "UTF-16": (json.dumps(ROWS).encode("utf-16"), " the file is UTF-16;"),
+    "UTF-32": (json.dumps(ROWS).encode("utf-32"), " the file is UTF-32;"),
+    "Parquet": (as_parquet(*ROWS), " the file is Parquet;"),
+    "Arrow": (as_arrow(*ROWS), " the file is Arrow or Feather;"),
+    "a tar archive": (a_tar("w"), " the file is a tar archive;"),
+    "other bytes": (b"%PDF-1.7\n", " the file is binary;"),
+    "a page": (b"<!doctype html><html></html>", " the file is an HTML or XML page"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", " the file is a pointer of Git LFS;"),
+    "no bytes": (b"", " the file is empty;"),
+    "white space": (b" \n", " the file is empty;"),
+    "CR": (lines(*ROWS).replace(b"\n", b"\r"), " the lines of the file end with CR alone;"),
+    "a table": (
+        table_of([{"question": "a", "answer": "b"}]),
+        " the file is CSV with the columns question, answer;",
+    ),
+    "rows over several lines": (pretty([ROW, ROW]), " the file has JSON objects over several lines;"),
+    "rows with a model": (
+        lines(*[{"model": "m", "prompt": "a"}] * 2),
+        " the rows have their prompt in the key prompt;",
+    ),
+} | {name: (put(lines(*ROWS)), f" the file is compressed with {name};") for name, put in COMPRESS.items()}
+
+
+@pytest.mark.parametrize(("content", "words"), NAMED_JSON.values(), ids=NAMED_JSON.keys())
+def test_a_dataset_of_any_format_that_is_named_json_is_no_job(
+    content: bytes, words: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "train.json").write_bytes(content)
+
+    assert main(["validate", "train.json"]) == 1
+    assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+@pytest.mark.parametrize("content", ['{"model": "m",}', '{"model": "m"}}', '{"model": "m"'])
+def test_a_broken_job_that_is_named_json_is_no_dataset(
+    content: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "job.json").write_text(content)
+
+    assert main(["validate", "job.json"]) == 2
+    assert "job.json: " in capsys.readouterr().err
 
 
 def test_lists_of_one_length_in_a_row_among_others_are_no_columns(tmp_path: Path) -> None:
