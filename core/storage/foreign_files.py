@@ -126,6 +126,7 @@ FUNCTIONS = ForeignFormat(
     "write them as tools and tool_calls",
     ("sft",),
 )
+FUNCTIONS_BEFORE_TEXT = replace(FUNCTIONS, targets=("rft", "sft"))
 FUNCTIONS_OF_PAIRS = replace(FUNCTIONS, targets=("sft", "dpo"))
 SHAREGPT = ForeignFormat("the rows are ShareGPT's (conversations)", _AS_MESSAGES, ("rft", "sft"))
 SHAREGPT_TURNS = ForeignFormat(
@@ -531,7 +532,9 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]], *, is_file: bool) -> Forei
         is_file: the only row is the whole file.
     """
     if any(map(uses_functions, rows)):
-        return FUNCTIONS_OF_PAIRS if all("input" in row for row in rows) else FUNCTIONS
+        if all("input" in row for row in rows):
+            return FUNCTIONS_OF_PAIRS
+        return FUNCTIONS_BEFORE_TEXT if all(map(_ends_with_text, rows)) else FUNCTIONS
     if any(map(_calls_tools, rows)) and all(isinstance(row.get("conversations"), list) for row in rows):
         return SHAREGPT_TOOLS
     for row_format, has_it in _ROW_FORMATS:
@@ -631,6 +634,12 @@ def _ends_with_answer(row: Mapping[str, Any]) -> bool:
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, Mapping) and last.get("role") == "assistant"
+
+
+def _ends_with_text(row: Mapping[str, Any]) -> bool:
+    """Whether the last message of a row is a text of the assistant, and no call: an answer for a grader."""
+    last = row["messages"][-1] if _ends_with_answer(row) else {}
+    return isinstance(last.get("content"), str) and not (last.get("function_call") or last.get("tool_calls"))
 
 
 def uses_functions(row: Mapping[str, Any]) -> bool:

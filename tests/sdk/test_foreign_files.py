@@ -349,6 +349,20 @@ FOREIGN: dict[str, tuple[bytes, FileMethod, str, bool]] = {
         f"the rows have their messages as texts of JSON; write them as lists. {does('rft')}",
         NO_CONTAINER,
     ),
+    "functions for prompts": (
+        FUNCTIONS,
+        "reinforcement",
+        "the rows use functions and function_call, which OpenAI has replaced; write them as tools and tool_calls. "
+        f"{does('rft')}",
+        NO_CONTAINER,
+    ),
+    "functions without an answer": (
+        lines(*[{"messages": [*ROW["messages"], {"role": "assistant", "function_call": CALL}]}] * TWELVE),
+        "reinforcement",
+        "the rows use functions and function_call, which OpenAI has replaced; they can become rows for method "
+        "'supervised', not for 'reinforcement'.",
+        NO_CONTAINER,
+    ),
     "functions": (
         FUNCTIONS,
         "supervised",
@@ -624,7 +638,8 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
     target = TARGETS[method]
     if f"--to {target}" not in sentence:
         with pytest.raises(
-            ValueError, match=f"has no (two answers|answer|prompt)|{re.escape(sentence[:30])}"
+            ValueError,
+            match=f"has no (two answers|answer|prompt)|that is not one text|{re.escape(sentence[:30])}",
         ):
             convert(path, target, tmp_path / "ours.jsonl")
         assert not (tmp_path / "ours.jsonl").exists()

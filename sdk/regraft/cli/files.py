@@ -1,9 +1,7 @@
 """The commands of files: datasets and job files."""
 
 import argparse
-import errno
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -38,7 +36,7 @@ def files_upload(arguments: argparse.Namespace) -> int:
     made = []
     for path in arguments.paths:
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            raise Refused(f"{path} is a folder; name a file")
         if not path.is_file():
             raise Refused(f"No such file: {path}")
         made.append(connect().files.create(file=path, purpose="fine-tune"))
