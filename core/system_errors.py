@@ -13,15 +13,19 @@ def file_problem(error: Exception) -> str:
     """
     if not isinstance(error, OSError):
         return str(error)
-    path = error.filename
+    # Where a file is moved, these errors are of the place that it is moved to.
+    is_of_target = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)
+    path = (error.filename2 if is_of_target else None) or error.filename
     if path is None:
         return error.strerror or str(error)
     match error.errno:
         case errno.ENOENT:
             return f"{path} does not exist; check the path"
         case errno.EACCES | errno.EPERM:
-            return f"this user may not use {path}; change its owner or its mode"
-        case errno.EEXIST:
+            return (
+                f"this user may not use or create {path}; change the owner or the mode of it or of its folder"
+            )
+        case errno.EEXIST | errno.ENOTEMPTY:
             return f"{path} exists already, and cannot be used; name another one"
         case errno.ENOTDIR:
             return f"a part of the path {path} is a file and no folder; check the path"

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .datasets import read_objects
+from .message_rows import ROLES
 
 Target = Literal["rft", "sft", "dpo"]
 # What `regraft convert --to` writes, by the method whose rows a job reads.
@@ -40,7 +41,7 @@ RESULTS = ("observation", "tool", "function_response", "tool_response", "functio
 ANSWERS = ("completion", "output", "response", "answer")
 # Fields with the prompt.
 _PROMPT_FIELDS = frozenset({"messages", "conversations", "input", "instruction", "prompt", "question"})
-# Columns of CSV files whose cells are JSON.
+# Fields whose texts are JSON, such as the cells of CSV files.
 JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
@@ -117,6 +118,7 @@ JSON_ARRAY = ForeignFormat("the file is one JSON array", _ONE_A_LINE)
 PRETTY_JSON = ForeignFormat("the file has JSON objects over several lines", _ONE_A_LINE)
 CR_LINES = ForeignFormat("the lines of the file end with CR alone", "end them with LF")
 
+JSON_TEXTS = ForeignFormat("the rows have their messages as texts of JSON", "write them as lists")
 WRAPPED = ForeignFormat('the file is one JSON object with its rows in {"data": [...]}', _ONE_A_LINE)
 COLUMNS = ForeignFormat("the file is one JSON object with its columns", _ONE_A_LINE)
 FUNCTIONS = ForeignFormat(
@@ -124,6 +126,7 @@ FUNCTIONS = ForeignFormat(
     "write them as tools and tool_calls",
     ("sft",),
 )
+FUNCTIONS_BEFORE_TEXT = replace(FUNCTIONS, targets=("rft", "sft"))
 FUNCTIONS_OF_PAIRS = replace(FUNCTIONS, targets=("sft", "dpo"))
 SHAREGPT = ForeignFormat("the rows are ShareGPT's (conversations)", _AS_MESSAGES, ("rft", "sft"))
 SHAREGPT_TURNS = ForeignFormat(
@@ -197,7 +200,17 @@ def detect(chunks: Iterable[bytes], name: str = "") -> ForeignFormat | None:
     first = [*islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)]
     rows = [row[1] for row in first if isinstance(row, tuple)]
     known = format_of_rows([*map(_with_known_names, rows)], is_file=len(first) == 1)
-    return known or _of_unknown_keys(rows)
+    return known or _of_json_texts(rows) or _of_unknown_keys(rows)
+
+
+def _of_json_texts(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
+    """The format of rows of which each has messages as a text of JSON."""
+    texts = [row.get("messages") for row in rows]
+    if not rows or not all(
+        isinstance(text, str) and isinstance(json_cell("messages", text), list) for text in texts
+    ):
+        return None
+    return _fitted(JSON_TEXTS, rows)
 
 
 def _of_unknown_keys(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
@@ -308,8 +321,16 @@ def _has_room_for_pair(row: Mapping[str, Any], lacks_prompt: bool) -> bool:
 
 
 def _with_known_names(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with its known fields in lower case, as `regraft convert` reads them: Question is question."""
-    return {name.lower() if name.lower() in FIELDS else name: value for name, value in row.items()}
+    """The row with its known fields in lower case, as `regraft convert` reads them: Question is question.
+
+    Messages that are a JSON text are a list in it.
+    """
+    return {
+        name.lower() if name.lower() in FIELDS else name: (
+            json_cell(name, value) if isinstance(value, str) else value
+        )
+        for name, value in row.items()
+    }
 
 
 def _has_prompt(row: Mapping[str, Any]) -> bool:
@@ -337,14 +358,10 @@ def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
         else:
             lines = lines[:-1] if is_cut else lines  # the last may lack cells
         return [
-            {
-                column: json_cell(column, cell)
-                for column, cell in zip(table.columns, line, strict=False)
-                if column
-            }
+            {column: cell for column, cell in zip(table.columns, line, strict=False) if column}
             for line in lines[:FIRST_ROWS]
             if any(line)
-        ] or [dict.fromkeys(filter(None, table.columns), "")]
+        ] or [{name: [] if name.lower() in JSON_COLUMNS else "" for name in table.columns if name}]
     rows: list[dict[str, Any]] = []
     decoder, at = json.JSONDecoder(), 0
     while len(rows) < FIRST_ROWS and (start := _OBJECT.search(text, at)) is not None:
@@ -357,7 +374,7 @@ def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
 
 
 def json_cell(column: str, cell: str) -> Any:
-    """The value of a cell of a CSV file: of a JSON text in JSON_COLUMNS, or of messages as JSON in any column."""
+    """The value of a text in a row: the list of a JSON text in JSON_COLUMNS, or messages as JSON in any column."""
     is_json_column = column.lower() in JSON_COLUMNS
     if not is_json_column and not _LIST_OF_OBJECTS.match(cell):
         return cell
@@ -365,11 +382,16 @@ def json_cell(column: str, cell: str) -> Any:
         value = json.loads(cell)
     except (ValueError, RecursionError):
         return cell
-    return value if is_json_column or has_turns(value) or _has_roles(value) else cell
+    if is_json_column:
+        return value if isinstance(value, list | None) else cell
+    return value if has_turns(value) or _has_roles(value) else cell
 
 
 def _has_roles(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)
+    """Whether these are messages, and not other objects with a role."""
+    return isinstance(value, list) and all(
+        isinstance(one, Mapping) and one.get("role") in (*ROLES, *RESULTS) for one in value
+    )
 
 
 _LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
@@ -510,7 +532,9 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]], *, is_file: bool) -> Forei
         is_file: the only row is the whole file.
     """
     if any(map(uses_functions, rows)):
-        return FUNCTIONS_OF_PAIRS if all("input" in row for row in rows) else FUNCTIONS
+        if all("input" in row for row in rows):
+            return FUNCTIONS_OF_PAIRS
+        return FUNCTIONS_BEFORE_TEXT if all(map(_ends_with_text, rows)) else FUNCTIONS
     if any(map(_calls_tools, rows)) and all(isinstance(row.get("conversations"), list) for row in rows):
         return SHAREGPT_TOOLS
     for row_format, has_it in _ROW_FORMATS:
@@ -612,6 +636,12 @@ def _ends_with_answer(row: Mapping[str, Any]) -> bool:
     return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
+def _ends_with_text(row: Mapping[str, Any]) -> bool:
+    """Whether the last message of a row is a text of the assistant, and no call: an answer for a grader."""
+    last = row["messages"][-1] if _ends_with_answer(row) else {}
+    return isinstance(last.get("content"), str) and not (last.get("function_call") or last.get("tool_calls"))
+
+
 def uses_functions(row: Mapping[str, Any]) -> bool:
     """Whether the row has OpenAI's functions or calls from before there were tools."""
     given = row.get("input")
@@ -640,9 +670,13 @@ def _has_pair(row: Mapping[str, Any]) -> bool:
 
 
 def _is_of_a_method(row: Mapping[str, Any]) -> bool:
+    """Whether a job of some method reads the row, or refuses it with a sentence about its messages or answers."""
     if "messages" in row:
-        return not (repeats_an_answer(row) or has_turns(row["messages"]))
-    return not row.keys().isdisjoint({"preferred_output", "non_preferred_output"})
+        messages = row["messages"]
+        is_list = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
+        return is_list and not (repeats_an_answer(row) or has_turns(messages))
+    answers = [row[name] for name in ("preferred_output", "non_preferred_output") if name in row]
+    return bool(answers) and not all(isinstance(one, Mapping) for one in answers)
 
 
 def _is_pretty(text: str, *, is_cut: bool) -> bool:

@@ -84,6 +84,7 @@ _ROLES = {
     "system": "system",
 }
 _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
+_OF_MESSAGES = FIELDS.union(_BETTER, _WORSE)  # fields that may hold messages as a JSON text
 _SYSTEMS = ("system", "system_prompt")
 # Fields of a row that are one text, and those that are lists.
 _TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), ("messages", "conversations", "history")
@@ -137,7 +138,8 @@ def convert(
     zstd or not; and tables in memory: datasets.Dataset, pandas.DataFrame, pyarrow.Table, a list of dicts. Rows are
     those of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or have a prompt and an answer.
 
-    Rows for rft and sft whose label is false or whose answer is empty are left out.
+    Rows for rft and sft whose label is false or whose answer is empty are left out, and those for dpo whose two answers
+    are the same.
 
     Args:
         source: the path of a file, or a table; `regraft.tables.from_hub` downloads one from the Hugging Face hub.
@@ -201,7 +203,7 @@ def _source_rows(source: str | Path | Table, encoding: str | None) -> _NumberedR
 def _check_encoding(name: str | None) -> None:
     try:
         "".encode(name or "utf-8")
-    except LookupError:
+    except (LookupError, UnicodeError):
         raise UnknownEncoding(f"there is no encoding of text named {name}; examples: utf-8, cp1252") from None
 
 
@@ -229,10 +231,10 @@ def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
             head = file.read(HEAD_BYTES)
         with _uncompressed(path, container) as file:
             yield from _rows(path, file, head, encoding)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:  # some encodings raise no UnicodeDecodeError
         remedy = "save it as UTF-8, or name its encoding, such as --encoding cp1252"
         raise InvalidDataset(
-            [LineError(0, f"the file is not {encoding or error.encoding}: {remedy}")]
+            [LineError(0, f"the file is not {encoding or getattr(error, 'encoding', 'UTF-8')}: {remedy}")]
         ) from None
 
 
@@ -399,14 +401,7 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
             names = len(layout.columns)
             yield LineError(number, f"has {len(cells)} cells, and line {first} has {names} names")
             continue
-        row = {name: json_cell(name, cell) for name, cell in zip(layout.columns, cells, strict=True)}
-        row.pop("", None)
-        if (name := next((name for name, value in row.items() if _is_python(name, value)), None)) is not None:
-            yield LineError(
-                number, f"has in {name} a list as Python prints it: write the cell with json.dumps"
-            )
-            continue
-        yield number, row
+        yield number, {name: cell for name, cell in zip(layout.columns, cells, strict=True) if name}
     if not has_rows:
         raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
 
@@ -433,11 +428,6 @@ def _numbered_cells(text: IO[str], delimiter: str) -> Iterator[tuple[int, list[s
             yield number, cells
 
 
-def _is_python(name: str, value: Any) -> bool:
-    """Whether a cell that should be JSON has a list as str() writes it."""
-    return name.lower() in JSON_COLUMNS and isinstance(value, str) and value.lstrip().startswith("[{'")
-
-
 def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
     with reading("Parquet file", is_file=True):
         from pyarrow import parquet
@@ -460,14 +450,37 @@ def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
 
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
-    """The row with the fields of the source under the names that are wanted."""
-    taken = {target: _mapped(target, source, _value_at(row, source)) for target, source in names.items()}
-    rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
+    """The row with the fields of the source under the names that are wanted, and with messages of JSON texts as lists.
+
+    Texts in fields that `regraft convert` has no place for are a grader's, and stay as they are.
+
+    Raises:
+        CannotConvert: a field that --map names has nothing that its target needs, or a list as Python prints it.
+    """
+    read = {name: _of_json(name, value) for name, value in row.items()}
+    taken = {target: _mapped(target, source, _value_at(read, source)) for target, source in names.items()}
+    rest = {
+        name: value if name.lower() in _OF_MESSAGES else row[name]
+        for name, value in read.items()
+        if name not in names.values() and name not in taken
+    }
     made = taken | rest
     for name in rest:
         if (field := name.lower()) in FIELDS and field not in made:  # such as Question
             made[field] = made.pop(name)
+    for name, value in made.items():
+        if _is_python(name, value):
+            raise CannotConvert(f"has in {name} a list as Python prints it: write it with json.dumps")
     return made
+
+
+def _of_json(name: str, value: Any) -> Any:
+    return json_cell(name, value) if isinstance(value, str) else value
+
+
+def _is_python(name: str, value: Any) -> bool:
+    """Whether a text that should be JSON has a list as str() writes it."""
+    return name.lower() in JSON_COLUMNS and isinstance(value, str) and value.lstrip().startswith("[{'")
 
 
 def _mapped(target: str, source: str, value: Any) -> Any:
@@ -479,7 +492,7 @@ def _mapped(target: str, source: str, value: Any) -> Any:
     if value is None:
         return None
     if target in _LISTS:
-        found = json_cell(target, value) if isinstance(value, str) else value
+        found = _of_json(target, value)
         if not isinstance(found, list):
             raise CannotConvert(
                 f"has in {source} {kind(found)}, and {target} is a list of messages, or JSON of one"
@@ -519,7 +532,7 @@ def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:
 
     Raises:
         CannotConvert: it has no prompt, or lacks an answer that the target needs.
-        LeftOut: its answer is empty or bad, and the target is for good answers.
+        LeftOut: its answer is empty or bad, and the target is for good answers; or its two answers are the same.
     """
     is_ours = (
         "output" in row and isinstance(row.get("input"), Mapping) and truth_of(row.get("label")) is not None
@@ -675,11 +688,10 @@ def _to_dpo(row: Row) -> tuple[Row, Row]:
         raise CannotConvert(
             "has no two answers; name their fields with --map chosen=FIELD --map rejected=FIELD"
         )
-    return {
-        "input": given,
-        "preferred_output": _answer_to_prompt(rest, better),
-        "non_preferred_output": _answer_to_prompt(rest, worse),
-    }, rest
+    preferred, other = _answer_to_prompt(rest, better), _answer_to_prompt(rest, worse)
+    if preferred == other:
+        raise LeftOut("whose two answers are the same")
+    return {"input": given, "preferred_output": preferred, "non_preferred_output": other}, rest
 
 
 _MAKERS: Mapping[Target, Callable[[Row], tuple[Row, Row]]] = {"rft": _to_rft, "sft": _to_sft, "dpo": _to_dpo}
@@ -959,8 +971,8 @@ def _with_tools(row: Row) -> Row:
     """The row with tools in place of functions, and tool_calls in place of function_call."""
     made = dict(row)
     functions = made.pop("functions", None)
-    if isinstance(made.get("tools"), str):
-        made["tools"] = _tools(made["tools"])
+    if isinstance(tools := made.get("tools"), str | list):
+        made["tools"] = _tools(tools)
     if functions:
         made["tools"] = [_tool(one) for one in functions]
     given = made.get("input")
@@ -971,15 +983,16 @@ def _with_tools(row: Row) -> Row:
     return made
 
 
-def _tools(text: str) -> Any:
-    """The tools of a row of ShareGPT, which writes them as a JSON text of functions."""
-    try:
-        given = json.loads(text) if text.strip() else []
-    except (ValueError, RecursionError):
-        raise CannotConvert("has tools that are not JSON") from None
-    if not isinstance(given, list):
+def _tools(tools: str | list[Any]) -> list[Any]:
+    """The tools of a row: a list, or a JSON text of one. ShareGPT's are bare functions."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else []
+        except (ValueError, RecursionError):
+            raise CannotConvert("has tools that are not JSON") from None
+    if not isinstance(tools, list):
         raise CannotConvert("has tools that are no list")
-    return [_tool(one) if isinstance(one, Mapping) and "function" not in one else one for one in given]
+    return [_tool(one) if isinstance(one, Mapping) and "function" not in one else one for one in tools]
 
 
 def _tool(function: Any) -> Row:

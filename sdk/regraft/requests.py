@@ -348,6 +348,8 @@ def _is_id(value: str) -> bool:
 
 
 def _existing(path: Path, where: str) -> Path:
+    if path.is_dir():
+        raise InvalidRequestFile(f"{where}: {path} is a folder; name a file")
     if not path.is_file():
         raise InvalidRequestFile(f"{where}: no such file: {path}")
     return path

@@ -16,6 +16,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         FileNotFoundError: its folder does not exist.
+        OSError: the file cannot be created, or not replaced; it names `path`.
     """
     if path.exists() and not path.is_file():  # pipes and /dev/null are written to directly
         with path.open("wb") as out:
@@ -25,13 +26,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"No such folder: {target.parent}")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
-    out = temporary.open("xb")  # never a file or a link that is already there
+    with _naming(path):
+        out = temporary.open("xb")  # never a file or a link that is already there
     try:
         with out:
             yield out
-        temporary.replace(target)
+        with _naming(path):
+            temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name this file in errors of the temporary one, which nobody has asked for."""
+    try:
+        yield
+    except OSError as cause:
+        raise OSError(cause.errno, cause.strerror, str(path)) from cause
 
 
 def chunks(response: httpx2.Response) -> Iterator[bytes]:

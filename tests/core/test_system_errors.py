@@ -31,6 +31,18 @@ def test_the_common_errors_have_a_remedy(tmp_path: Path) -> None:
         assert file_problem(raised.value).endswith(remedy)
 
 
+def test_a_move_to_a_place_that_is_taken_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("from", "to"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "inside").touch()
+
+    for moved, place in (("from", "to"), ("file", "to")):
+        with pytest.raises(OSError, match="Errno") as raised:
+            (tmp_path / moved).replace(tmp_path / place)
+        assert file_problem(raised.value).startswith(f"{tmp_path / place} ")
+
+
 def test_an_error_without_a_file_keeps_its_own_sentence() -> None:
     assert (
         file_problem(FileNotFoundError("The job has no checkpoint yet.")) == "The job has no checkpoint yet."

@@ -1280,6 +1280,7 @@ def test_a_model_is_promoted_and_an_alias_rolled_back(
         (["jobs"], 2, "required: COMMAND"),
         (["graders", "run", "--grader", "g.py"], 2, "Pass either --sample TEXT"),
         (["files", "upload", "none.jsonl"], 2, "No such file: none.jsonl"),
+        (["files", "upload", "."], 2, ". is a folder; name a file"),
     ],
 )
 def test_what_goes_wrong_has_a_line_and_a_code(

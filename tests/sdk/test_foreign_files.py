@@ -343,6 +343,26 @@ FOREIGN: dict[str, tuple[bytes, FileMethod, str, bool]] = {
         f"the rows have their prompt in the key input; write it as messages. {does('rft')}",
         NO_CONTAINER,
     ),
+    "messages in texts of JSON": (
+        lines(*[{"messages": json.dumps(ROW["messages"]), "answer": str(n)} for n in range(TWELVE)]),
+        "reinforcement",
+        f"the rows have their messages as texts of JSON; write them as lists. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "functions for prompts": (
+        FUNCTIONS,
+        "reinforcement",
+        "the rows use functions and function_call, which OpenAI has replaced; write them as tools and tool_calls. "
+        f"{does('rft')}",
+        NO_CONTAINER,
+    ),
+    "functions without an answer": (
+        lines(*[{"messages": [*ROW["messages"], {"role": "assistant", "function_call": CALL}]}] * TWELVE),
+        "reinforcement",
+        "the rows use functions and function_call, which OpenAI has replaced; they can become rows for method "
+        "'supervised', not for 'reinforcement'.",
+        NO_CONTAINER,
+    ),
     "functions": (
         FUNCTIONS,
         "supervised",
@@ -422,6 +442,24 @@ FOREIGN |= {
         json.dumps({"prompt": [f"{n}?" for n in range(TWELVE)], "answer": ["b"] * TWELVE}).encode(),
         "reinforcement",
         f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns with messages": (
+        json.dumps({name: [row[name] for row in ROWS] for name in ROW}).encode(),
+        "reinforcement",
+        f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns of pandas with messages": (
+        json.dumps({name: {n: row[name] for n, row in enumerate(ROWS)} for name in ROW}).encode(),
+        "reinforcement",
+        f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns of pandas with pairs": (
+        json.dumps({name: dict.fromkeys(range(TWELVE), PAIR[name]) for name in PAIR}).encode(),
+        "dpo",
+        f"the file is one JSON object with its columns; write one object per line. {does('dpo')}",
         NO_CONTAINER,
     ),
     "columns of pandas": (
@@ -600,7 +638,8 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
     target = TARGETS[method]
     if f"--to {target}" not in sentence:
         with pytest.raises(
-            ValueError, match=f"has no (two answers|answer|prompt)|{re.escape(sentence[:30])}"
+            ValueError,
+            match=f"has no (two answers|answer|prompt)|that is not one text|{re.escape(sentence[:30])}",
         ):
             convert(path, target, tmp_path / "ours.jsonl")
         assert not (tmp_path / "ours.jsonl").exists()
@@ -1166,6 +1205,14 @@ def test_rows_without_an_answer_are_left_out(row: dict[str, Any], target: Target
     assert (made.rows, made.left_out) == (1, {"without an answer": 1})
 
 
+def test_pairs_of_one_answer_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(lines({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIR))
+
+    made = convert(tmp_path / "theirs", "dpo", tmp_path / "ours.jsonl")
+
+    assert (made.rows, made.left_out) == (1, {"whose two answers are the same": 1})
+
+
 def test_what_a_user_may_miss_in_the_converted_file_is_named(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1255,8 +1302,11 @@ def test_an_encoding_that_is_none_or_not_that_of_the_file_is_refused(
     assert "no encoding of text named cp9999" in capsys.readouterr().err
     assert main([*convert_it, "hex"]) == 2
     assert "no encoding of text named hex" in capsys.readouterr().err
-    assert main([*convert_it, "ascii"]) == 1
-    assert "the file is not ascii: save it as UTF-8, or name its encoding" in capsys.readouterr().err
+    assert main([*convert_it, "undefined"]) == 2
+    assert "no encoding of text named undefined" in capsys.readouterr().err
+    for other in ("ascii", "utf-16", "idna"):
+        assert main([*convert_it, other]) == 1
+        assert f"the file is not {other}: save it as UTF-8, or name its encoding" in capsys.readouterr().err
 
 
 def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -> None:
@@ -1294,6 +1344,71 @@ def test_the_messages_in_a_column_of_json_are_read_whatever_its_name(name: str, 
     content = table_of([{"chat": [USER], "label": "2"}])
 
     assert convert_text(tmp_path, content, "rft", **{name: "chat", "answer": "label"}) == [ROW]
+
+
+AS_TEXT, SELLER = json.dumps([USER]), json.dumps([{"role": "seller", "name": "Acme"}])
+IN_TEXTS: dict[str, tuple[dict[str, Any], Target, dict[str, str], dict[str, Any]]] = {
+    "messages": ({"messages": AS_TEXT, "answer": "2"}, "rft", {}, ROW),
+    "messages for the prompt": ({"messages": AS_TEXT, "answer": "2"}, "rft", {"prompt": "messages"}, ROW),
+    "a path into messages": (
+        {"messages": AS_TEXT, "answer": "2"},
+        "sft",
+        {"prompt": "messages[0].content"},
+        CHAT,
+    ),
+    "a prompt and an answer": ({"prompt": AS_TEXT, "completion": json.dumps([ANSWER])}, "sft", {}, CHAT),
+    "two answers": (
+        {"prompt": AS_TEXT, "chosen": json.dumps([ANSWER]), "rejected": json.dumps([WRONG])},
+        "dpo",
+        {},
+        PAIR,
+    ),
+    "functions for tools": (
+        {"messages": json.dumps(CHAT["messages"]), "tools": json.dumps([ADDER])},
+        "sft",
+        {},
+        CHAT | {"tools": [{"type": "function", "function": ADDER}]},
+    ),
+    "texts for a grader": (
+        {"messages": AS_TEXT, "answer": SELLER, "other": AS_TEXT},
+        "rft",
+        {},
+        {"messages": [USER], "answer": SELLER, "other": AS_TEXT},
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "target", "names", "right"), IN_TEXTS.values(), ids=IN_TEXTS.keys())
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda rows: lines(*rows),
+        array,
+        pretty,
+        wrapped,
+        table_of,
+        lambda rows: as_parquet(*rows),
+        lambda rows: as_arrow(*rows),
+    ],
+    ids=["JSONL", "array", "pretty", "data", "CSV", "Parquet", "Arrow"],
+)
+def test_messages_in_texts_of_json_are_messages_in_every_file(
+    row: dict[str, Any],
+    target: Target,
+    names: dict[str, str],
+    right: dict[str, Any],
+    put: Callable[[list[dict[str, Any]]], bytes],
+    tmp_path: Path,
+) -> None:
+    assert convert_text(tmp_path, put([row, row]), target, **names) == [right, right]
+
+
+def test_messages_in_texts_of_json_are_messages_in_a_table_in_memory(tmp_path: Path) -> None:
+    made = convert(
+        [{"chat": AS_TEXT, "answer": "2"}], "rft", tmp_path / "ours.jsonl", names={"prompt": "chat"}
+    )
+
+    assert json.loads(made.path.read_text()) == ROW
 
 
 NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {
@@ -1580,7 +1695,13 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         f'messages,label\n"{[USER]}",a\n'.encode(),
         "rft",
         {},
-        "line 2: has in messages a list as Python prints it: write the cell with json.dumps",
+        "line 2: has in messages a list as Python prints it: write it with json.dumps",
+    ),
+    "a row with a list as Python prints it": (
+        lines({"messages": str([USER]), "label": "a"}),
+        "rft",
+        {},
+        "line 1: has in messages a list as Python prints it: write it with json.dumps",
     ),
     "a table without rows": (
         b"prompt,label\n",
@@ -1764,6 +1885,50 @@ def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
 
     assert main(["validate", "train.json"]) == 1
     assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+NAMED_JSON: dict[str, tuple[bytes, str]] = {
+    "UTF-16": (json.dumps(ROWS).encode("utf-16"), " the file is UTF-16;"),
+    "UTF-32": (json.dumps(ROWS).encode("utf-32"), " the file is UTF-32;"),
+    "Parquet": (as_parquet(*ROWS), " the file is Parquet;"),
+    "Arrow": (as_arrow(*ROWS), " the file is Arrow or Feather;"),
+    "a tar archive": (a_tar("w"), " the file is a tar archive;"),
+    "other bytes": (b"%PDF-1.7\n", " the file is binary;"),
+    "a page": (b"<!doctype html><html></html>", " the file is an HTML or XML page"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", " the file is a pointer of Git LFS;"),
+    "no bytes": (b"", " the file is empty;"),
+    "white space": (b" \n", " the file is empty;"),
+    "CR": (lines(*ROWS).replace(b"\n", b"\r"), " the lines of the file end with CR alone;"),
+    "a table": (
+        table_of([{"question": "a", "answer": "b"}]),
+        " the file is CSV with the columns question, answer;",
+    ),
+    "rows over several lines": (pretty([ROW, ROW]), " the file has JSON objects over several lines;"),
+    "rows with a model": (
+        lines(*[{"model": "m", "prompt": "a"}] * 2),
+        " the rows have their prompt in the key prompt;",
+    ),
+} | {name: (put(lines(*ROWS)), f" the file is compressed with {name};") for name, put in COMPRESS.items()}
+
+
+@pytest.mark.parametrize(("content", "words"), NAMED_JSON.values(), ids=NAMED_JSON.keys())
+def test_a_dataset_of_any_format_that_is_named_json_is_no_job(
+    content: bytes, words: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "train.json").write_bytes(content)
+
+    assert main(["validate", "train.json"]) == 1
+    assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+@pytest.mark.parametrize("content", ['{"model": "m",}', '{"model": "m"}}', '{"model": "m"'])
+def test_a_broken_job_that_is_named_json_is_no_dataset(
+    content: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "job.json").write_text(content)
+
+    assert main(["validate", "job.json"]) == 2
+    assert "job.json: " in capsys.readouterr().err
 
 
 def test_lists_of_one_length_in_a_row_among_others_are_no_columns(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_values_are_json_or_text() -> None:
             'training_file = "none.jsonl"',
             r"job\.toml: training_file: no such file: .*none\.jsonl",
         ),
+        ("job.toml", 'training_file = "."', r"job\.toml: training_file: .* is a folder; name a file"),
         ("job.toml", 'grader = "none.py"', r"none\.py does not exist"),
         (
             "job.toml",

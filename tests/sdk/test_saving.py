@@ -1,8 +1,11 @@
 """Files that appear only when complete."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+from regraft._rules.system_errors import file_problem
 from regraft.saving import atomic_file
 
 
@@ -41,4 +44,22 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError), atomic_file(tmp_path / "rows.jsonl"):
         raise KeyError
 
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["open", "replace"])
+def test_a_file_that_cannot_be_written_is_named_and_not_the_temporary_one(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, *rest: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, call, refused)
+
+    with pytest.raises(PermissionError) as raised, atomic_file(tmp_path / "rows.jsonl"):
+        pass
+
+    assert file_problem(raised.value).startswith(
+        f"this user may not use or create {tmp_path / 'rows.jsonl'}; change the owner or the mode"
+    )
     assert list(tmp_path.iterdir()) == []

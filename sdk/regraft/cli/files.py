@@ -13,7 +13,7 @@ import openai
 
 from regraft import starters
 from regraft._rules.datasets import InvalidDataset, LineError
-from regraft._rules.foreign_files import HEAD_BYTES, JSON_ARRAY, container_of
+from regraft._rules.foreign_files import HEAD_BYTES, JSON_ARRAY, PRETTY_JSON, container_of
 from regraft.cli import evals
 from regraft.cli.output import answer, plain, print_json, say, shortened, table, when
 from regraft.cli.shared import DONE, NO, Refused, connect
@@ -35,6 +35,8 @@ JOB_FILES = (".toml", ".json", ".yaml", ".yml")
 def files_upload(arguments: argparse.Namespace) -> int:
     made = []
     for path in arguments.paths:
+        if path.is_dir():
+            raise Refused(f"{path} is a folder; name a file")
         if not path.is_file():
             raise Refused(f"No such file: {path}")
         made.append(connect().files.create(file=path, purpose="fine-tune"))
@@ -238,17 +240,19 @@ def _refused(path: Path, refusal: openai.APIStatusError) -> dict[str, Any]:
 
 
 def _is_dataset(path: Path) -> bool:
-    """Whether a file that is named like a job file has rows: an array, or JSON without a key of a job."""
+    """Whether a file that is named like a job file has rows: it is no text of JSON, or one without a key of a job."""
     with path.open("rb") as file:
-        if container_of(file.read(HEAD_BYTES)) is JSON_ARRAY:
-            return True
-    if path.suffix.lower() != ".json":
-        return False
+        container = container_of(file.read(HEAD_BYTES), path.name)
+    if path.suffix.lower() != ".json" or container not in (None, PRETTY_JSON):
+        return container is JSON_ARRAY or path.suffix.lower() == ".json"
     try:
-        first, _ = json.JSONDecoder().raw_decode(path.read_text("utf-8-sig").lstrip())
+        text = path.read_text("utf-8-sig").lstrip()
+        first, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return False
-    return not isinstance(first, dict) or first.keys().isdisjoint({"model", "method", *FILES, "grader"})
+    has_more_objects = text[end:].lstrip().startswith("{")
+    is_job = isinstance(first, dict) and not first.keys().isdisjoint({"model", "method", *FILES, "grader"})
+    return has_more_objects or not is_job
 
 
 def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
