@@ -56,10 +56,11 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments_as_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {**call, "function": {**call["function"], "arguments": _arguments(call)}}
+    return {**call, "function": {**call["function"], "arguments": arguments_of(call)}}
 
 
-def _arguments(call: Mapping[str, Any]) -> Any:
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call: an object, or the text as it is if it is none."""
     text = call["function"].get("arguments", "{}")
     try:
         read = json.loads(text)

@@ -76,7 +76,11 @@ def lost_of_tools(render: RenderChat) -> list[str]:
 
 
 def _steps(calls: int, beside: str) -> list[dict[str, Any]]:
-    """Two answers with text beside so many calls, each with their results."""
+    """Two answers with text beside their calls, and the results.
+
+    Args:
+        calls: their number in an answer.
+    """
     return [message for number in (0, 1) for message in _step(number, calls, beside)]
 
 
@@ -103,11 +107,11 @@ def _result(call_id: str) -> str:
     return "\n".join(f"Result {call_id} line {line:03}" for line in range(_LINES))
 
 
-def _lost_of_steps(text: str, asked: str, steps: list[dict[str, Any]], lost: Collection[str]) -> set[str]:
-    """What a text lacks of steps.
+def _lost_of_steps(text: str, before: str, steps: list[dict[str, Any]], lost: Collection[str]) -> set[str]:
+    """Name what a text lacks of steps.
 
     Args:
-        asked: the text before them.
+        before: the text without them.
         lost: what it lacks where an answer has one call.
     """
     calls = [call["function"] for message in steps for call in message.get("tool_calls", [])]
@@ -117,7 +121,7 @@ def _lost_of_steps(text: str, asked: str, steps: list[dict[str, Any]], lost: Col
         TEXT: [one["content"] for one in steps if "tool_calls" in one],
     }
     found = {part for part in words if _lacks(text, words[part])}
-    if any(text.count(call["name"]) == asked.count(call["name"]) for call in calls):
+    if any(text.count(call["name"]) == before.count(call["name"]) for call in calls):
         found.add(CALLS)
     if len(calls) == 2:  # one in each answer
         return found

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from core.storage.datasets import Example
 from tests.tiny import TEMPLATE, tiny_tokenizer
 from worker.model.policy import render
-from worker.offline.rows import ChatTemplate, preference_packs, supervised_packs, tokenize
+from worker.offline.rows import ChatTemplate, TokenizedRow, preference_packs, supervised_packs, tokenize
+from worker.prepare.start_report import report_lost_text
 from worker.refusals import ChatTemplateFailed, UserMistake
 from worker.types import Pack
 
@@ -191,6 +192,82 @@ def test_what_the_template_would_leave_out_of_tools_is_refused(key: str) -> None
 
     with pytest.raises(ChatTemplateFailed, match=f"has no place for {key}:"):
         supervised_packs(row, form)
+
+
+def calls_of(*words: str) -> list[dict[str, Any]]:
+    return [
+        {"id": word, "type": "function", "function": {"name": "say", "arguments": f'{{"word": "{word}"}}'}}
+        for word in words
+    ]
+
+
+TWO_CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "please"},
+    {"role": "assistant", "content": "", "tool_calls": calls_of("red", "blue")},
+    {"role": "tool", "tool_call_id": "red", "content": "yes"},
+    {"role": "tool", "tool_call_id": "blue", "content": "no"},
+    {"role": "assistant", "content": "again"},
+]
+
+
+@pytest.mark.parametrize(
+    ("part", "other", "lost"),
+    [
+        ("m['tool_calls'] or []", "(m['tool_calls'] or [])[:1]", "several tool calls"),  # as gpt-oss'
+        ("m['tool_calls'] or []", "(m['tool_calls'] or [])[1:]", "tool calls"),
+        ("{{ c['function']['arguments']['word'] }}", "", "tool calls"),
+        ("{{ c['function']['name'] }} ", "", "tool calls"),
+        ("in messages", "in messages if m.role != 'tool' or m.tool_call_id == 'red'", "results of tools"),
+    ],
+)
+def test_a_row_that_loses_one_of_several_calls_or_results_is_refused(
+    part: str, other: str, lost: str
+) -> None:
+    form, _ = template(WITH_TOOLS.replace(part, other))
+    row = {"messages": TWO_CALLS}
+
+    with pytest.raises(ChatTemplateFailed, match=f"Line 3 of f: .*has no place for {lost}:"):
+        tokenize("supervised", [Example(3, [], row)], form, file="f", field="training_file", context=512)
+
+
+def test_parallel_calls_and_their_results_are_learned_where_the_template_has_them() -> None:
+    form, tokenizer = template(WITH_TOOLS)
+
+    [pack] = supervised_packs({"messages": TWO_CALLS}, form)
+
+    assert learned(pack, tokenizer) == "say red say blue <end> again <end>"
+
+
+@pytest.mark.parametrize("field", ["messages", "preferred_output", "non_preferred_output"])
+def test_rows_are_marked_whose_text_beside_calls_is_lost(field: str) -> None:
+    """As Llama 3.1's: the text would neither be read nor learned."""
+    answer = [{"role": "assistant", "content": "yes", "tool_calls": calls_of("red")}]
+    plain = [{"role": "assistant", "content": "no"}]
+    row: dict[str, Any] = {"messages": [*said("please"), *answer]}
+    if field != "messages":
+        pair = {"preferred_output": plain, "non_preferred_output": plain, field: answer}
+        row = {"input": {"messages": said("please")}, **pair}
+
+    def marked(text: str) -> bool:
+        form, _ = template(text)
+        variant = "supervised" if field == "messages" else "dpo"
+        [one] = tokenize(variant, [Example(1, [], row)], form, file="f", field="training_file", context=512)
+        return one.loses_text
+
+    assert marked(WITH_TOOLS.replace("{{ m['content'] }}", "{{ '' if m['tool_calls'] else m['content'] }}"))
+    assert not marked(WITH_TOOLS)
+
+
+def test_a_job_is_warned_once_of_all_rows_of_a_file_whose_text_beside_calls_is_lost() -> None:
+    warnings: list[tuple[str, Mapping[str, Any]]] = []
+    rows = [TokenizedRow(line, (), loses_text=line != 2) for line in (1, 2, 3)]
+
+    report_lost_text(lambda *said: warnings.append(said), "file-1", rows)
+    report_lost_text(lambda *said: warnings.append(said), "file-2", rows[1:2])
+
+    [(text, data)] = warnings
+    assert "2 rows of file-1 have text beside calls of functions (lines 1, 3)" in text
+    assert data == {"file": "file-1", "lost_text_rows": 2}
 
 
 def test_a_result_that_the_template_accepts_only_after_a_call_is_no_reason_to_refuse_a_row() -> None:

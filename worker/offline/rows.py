@@ -1,5 +1,6 @@
 """From the rows of a file to packs of tokens, each token marked as learned or only read."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -8,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.datasets import Example
 from core.storage.offline_rows import is_labeled, is_learned, reward_kind, step_ends
+from core.template_messages import arguments_of
 from worker.refusals import ChatTemplateFailed, UserMistake
 from worker.training.steps import token_ends
 from worker.types import Pack, TrainingSequence
@@ -45,6 +47,7 @@ class TokenizedRow:
 
     line: int
     packs: tuple[Pack, ...]
+    loses_text: bool = False  # the template leaves out the text that an answer has beside its calls
 
     @property
     def longest(self) -> int:
@@ -106,9 +109,10 @@ def tokenize(
             beat()
         try:
             packs = packs_of(example.item, template)
+            loses_text = _loses_text(example.item, template)
         except ChatTemplateFailed as cause:
             raise ChatTemplateFailed(f"Line {example.line} of {file}: {cause}") from cause
-        row = TokenizedRow(example.line, tuple(map(shared.pack, packs)))
+        row = TokenizedRow(example.line, tuple(map(shared.pack, packs)), loses_text)
         longest = max(
             len(pack.prompt_ids) + len(one.output_ids_T) for pack in row.packs for one in pack.sequences
         )
@@ -335,28 +339,97 @@ def _is_said(key: str, value: Any) -> bool:
 def _refuse_ignored_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
 ) -> None:
-    """Raises ChatTemplateFailed if the template renders other tools, calls or results as it renders the row's."""
-    given = (list(messages), list(tools))
-    others = {
-        "tools": (given[0], []),
-        # Not none: Mistral's templates reject a result without a call.
-        "tool calls": ([_with_other_calls(one) for one in messages], given[1]),
-        "results of tools": (
-            [{**one, "content": "7Q"} if one["role"] == "tool" else one for one in messages],
-            given[1],
-        ),
-    }
-    for name, other in others.items():
-        if other != given and template.render(*other, False) == template.render(*given, False):
-            raise ChatTemplateFailed(
-                f"the model's chat template has no place for {name}: choose a model whose template has one."
-            )
+    """Raises ChatTemplateFailed if the template leaves out the row's tools, or any of its calls and their results."""
+    if tools and template.render(messages, [], False) == template.render(messages, tools, False):
+        raise ChatTemplateFailed(_NO_PLACE.format("tools"))
+    refuse_ignored_calls(messages, tools, template)
 
 
-def _with_other_calls(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    other = {"name": "call7q", "arguments": "{}"}
-    return {**message, "tool_calls": [{**call, "function": other} for call in calls]} if calls else message
+def refuse_ignored_calls(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> None:
+    """Raises ChatTemplateFailed if the template leaves out a call, or the result of one.
+
+    Each is looked for in one rendering that has a word in its place. Not all tokenizers write words as they are, so a
+    part without its word is lost only if the conversation is rendered the same with another part.
+    """
+    parts = {f"part7q{number:05}": part for number, part in enumerate(_tool_texts(messages))}
+    if not parts:
+        return
+    marked = list(messages)
+    for word, part in parts.items():
+        marked[part.message] = part.with_word(marked[part.message], word)
+    text = template.decode(template.render(marked, tools, False))
+    for word, part in parts.items():
+        if word in text:
+            continue
+        other = list(messages)
+        other[part.message] = part.with_word(other[part.message], word)
+        if template.render(other, tools, False) == template.render(messages, tools, False):
+            raise ChatTemplateFailed(_NO_PLACE.format(part.name))
+
+
+_NO_PLACE = "the model's chat template has no place for {}: choose a model whose template has one."
+
+
+@dataclass(frozen=True)
+class _ToolText:
+    """The name or the arguments of a call, or a result."""
+
+    message: int
+    call: int | None = None  # None: the message is a result
+    key: Literal["name", "arguments"] = "name"
+
+    @property
+    def name(self) -> str:
+        return (
+            "results of tools"
+            if self.call is None
+            else "tool calls"
+            if self.call == 0
+            else "several tool calls"
+        )
+
+    def with_word(self, message: Message, word: str) -> dict[str, Any]:
+        """The message with a word in place of the part. Not without it: Mistral's need a call before a result."""
+        if self.call is None:
+            return {**message, "content": word}
+        calls = list(message["tool_calls"])
+        call = calls[self.call]
+        value = word if self.key == "name" else json.dumps(dict.fromkeys(arguments_of(call), word))
+        calls[self.call] = {**call, "function": {**call["function"], self.key: value}}
+        return {**message, "tool_calls": calls}
+
+
+def _tool_texts(messages: Sequence[Message]) -> list[_ToolText]:
+    """The parts of the conversation that depend on tools. Arguments that are no object, or an empty one, have none."""
+    found = [_ToolText(number) for number, message in enumerate(messages) if message["role"] == "tool"]
+    for number, message in enumerate(messages):
+        for place, call in enumerate(message.get("tool_calls") or []):
+            arguments = arguments_of(call)
+            found.append(_ToolText(number, place))
+            if arguments and isinstance(arguments, dict):
+                found.append(_ToolText(number, place, "arguments"))
+    return found
+
+
+def _loses_text(row: Mapping[str, Any], template: ChatTemplate) -> bool:
+    """Whether the template leaves out the text that an answer of the row has beside its calls."""
+    given = row if "messages" in row else row["input"]
+    names = ("output", "preferred_output", "non_preferred_output")
+    tools = given.get("tools") or []
+    for conversation in [
+        given["messages"],
+        *([*given["messages"], *row[name]] for name in names if name in row),
+    ]:
+        messages = _messages(conversation)
+        for number, message in enumerate(messages):
+            if message.get("content") and message.get("tool_calls"):
+                others = [message, *({**message, "content": text} for text in "0x")]
+                renderings = [template.render([*messages[:number], other], tools, False) for other in others]
+                if all(one == renderings[0] for one in renderings):
+                    return True
+    return False
 
 
 PACKS: Mapping[str, Callable[[Mapping[str, Any], ChatTemplate], list[Pack]]] = MappingProxyType(

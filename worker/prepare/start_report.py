@@ -11,11 +11,14 @@ from core.storage.datasets import Example
 from worker.model.chat_tokens import answer_texts, special_tokens
 from worker.model.policy import Policy
 from worker.model.token_text import TokenTexts
+from worker.offline.rows import TokenizedRow
 from worker.packages import missing_vllm
 from worker.prepare.loaded import BackgroundPolicy, LoadedPolicy
+from worker.prepare.row_task import RowTask
 from worker.prepare.task import PromptTask
 from worker.prepare.training_plan import TrainingPlan
 from worker.recording.recorder import JobRecorder, Quota
+from worker.sampling.choice import Warn
 
 MAX_NAMED = 5  # lines
 # The fields of rows, and of their `input`, that are rendered.
@@ -39,6 +42,9 @@ def record_start(plan: TrainingPlan, start: LoadedPolicy | BackgroundPolicy) -> 
     start.report(recorder)
     files = {job.training_file: plan.rows.train, job.validation_file or "": plan.rows.valid}
     report_template(recorder, start.policy, files)
+    if isinstance(plan.task, RowTask):
+        report_lost_text(recorder.warn, job.training_file, plan.task.train)
+        report_lost_text(recorder.warn, job.validation_file or "", plan.task.valid)
     if base.precision:
         recorder.inform(base.precision, {"quantization": base.quantization})
     return recorder
@@ -60,12 +66,25 @@ def report_template(recorder: JobRecorder, policy: Policy, files: Mapping[str, S
         recorder.warn(warning, {})
     for file, rows in files.items():
         if lines := lines_with_special_texts(policy.tokenizer, rows):
-            named = ", ".join(map(str, lines[:MAX_NAMED])) + (", ..." if len(lines) > MAX_NAMED else "")
             recorder.warn(
-                f"{len(lines)} rows of {file} contain the text of a special token of the model (lines {named}). The "
+                f"{len(lines)} rows of {file} contain the text of a special token of the model ({_named(lines)}). The "
                 "model reads and learns it as text, not as a control token.",
                 {"file": file, "special_text_rows": len(lines)},
             )
+
+
+def report_lost_text(warn: Warn, file: str, rows: Sequence[TokenizedRow]) -> None:
+    """Warn of rows whose answers have text beside calls that the chat template leaves out."""
+    if lines := [row.line for row in rows if row.loses_text]:
+        warn(
+            f"{len(lines)} rows of {file} have text beside calls of functions ({_named(lines)}) that the model's chat "
+            "template leaves out: the model neither reads nor learns it.",
+            {"file": file, "lost_text_rows": len(lines)},
+        )
+
+
+def _named(lines: Sequence[int]) -> str:
+    return f"lines {', '.join(map(str, lines[:MAX_NAMED]))}" + (", ..." if len(lines) > MAX_NAMED else "")
 
 
 def lines_with_special_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]) -> list[int]:
