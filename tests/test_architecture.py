@@ -177,14 +177,14 @@ def test_a_name_stands_for_one_class() -> None:
     assert {name for name, number in found.items() if number > 1} == SHARED_NAMES.keys()
 
 
-# Bounds of what is loaded with a module, a little above what they were when they were set.
+# Bounds of what is loaded with a module: figures as they were when they were set, or a little above them.
 CLOSURES = {
     # A reader can learn all of it. Raise a bound only with the reason in an ADR.
     "worker.run": {"files": 20, "lines": 3_000, "classes": 60},
     # What the loop's protocols stand for, and the process of an attempt: no reader learns all of it, but each further
     # module delays the start of a job. Raise a bound with the reason in the commit.
-    "worker.assemble": {"files": 370, "lines": 63_500, "classes": 910},
-    "worker.child": {"files": 141, "lines": 23_000, "classes": 450},
+    "worker.assemble": {"files": 358, "lines": 60_700, "classes": 875},
+    "worker.child": {"files": 140, "lines": 22_900, "classes": 445},
 }
 
 

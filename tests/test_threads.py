@@ -112,3 +112,45 @@ def test_no_class_is_a_thread() -> None:
     }
 
     assert not bases & {"Thread", "Timer"}
+
+
+def catches(file: Path, target: str) -> bool:
+    """Whether the function that a thread runs, or one of the same file that it calls, catches any exception.
+
+    Args:
+        target: as `run_by` gives it. `self.reporter.run_until` is in reporter.py beside the file.
+    """
+    *owner, name = target.removeprefix("self.").split(".")
+    tree = tree_of(file.with_name(f"{owner[-1]}.py") if owner else file)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    called = {
+        ast.unparse(node.func).removeprefix("self.")
+        for node in ast.walk(functions[name])
+        if isinstance(node, ast.Call)
+    }
+    return any(
+        isinstance(node, ast.ExceptHandler) and node.type is not None and ast.unparse(node.type) == caught
+        for one in {name, *called} & functions.keys()
+        for node in ast.walk(functions[one])
+        for caught in ("Exception", "BaseException")
+    )
+
+
+def test_what_is_said_to_catch_any_error_does() -> None:
+    said = [place for place, reason in THREADS.items() if reason.startswith("it catches")]
+
+    assert len(said) >= 8
+    assert [(file, target) for file, target in said if not catches(ROOT / file, target)] == []
+
+
+def test_a_thread_that_catches_few_errors_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        "class A:\n"
+        "    def _all(self):\n        self._once()\n"
+        "    def _once(self):\n        try:\n            work()\n        except Exception:\n            pass\n"
+        "    def _few(self):\n        try:\n            work()\n        except OSError:\n            pass\n"
+    )
+
+    assert catches(file, "self._all")
+    assert not catches(file, "self._few")

@@ -17,7 +17,7 @@ from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora, names_experts
-from core.jobs.hyperparameter_places import param_of
+from core.jobs.hyperparameter_places import param_at, param_of
 from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_OWN, NO_SLOTS_FOR_EXPERTS
 from core.jobs.params import GRADER_PARAM, SHADOW_PARAM, TEACHER_PARAM
 from core.model_templates import is_reasoning
@@ -226,7 +226,7 @@ def refuse_unusable_full(method: Method, base_model: str, service: Service) -> N
     asked = method.reinforcement
     if not method.is_full:
         return
-    param = param_of(method.type, "train")
+    param = param_at(method.type, "train")
     if problem := full.several_machines(service.settings):
         raise InvalidRequest(problem, param=param)
     if asked is None:
@@ -307,14 +307,14 @@ def _start(body: JobCreate, service: Service, project: Project) -> tuple[str, Pa
     )
     advanced = asked.hyperparameters.advanced
     if advanced.train != parent.train:
-        raise _trained_otherwise(body.model, parent, param_of(method.type, "train"))
+        raise _trained_otherwise(body.model, parent, param_at(method.type, "train"))
     if parent.is_whole:
         return base_model, parent
     lora = advanced.lora
     _refuse_grown_experts(method, lora, parent)
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
-        param = param_of(method.type, f"lora.{other}")
+        param = param_of(method.type, f"lora_{other}")
         if parent.grown_rank is not None and other == "alpha":
             raise InvalidRequest(
                 f"lora rank {lora.rank} on top of the adapter of '{body.model}' needs alpha "
@@ -462,22 +462,23 @@ def refuse_unusable_server(method: Distillation) -> None:
         InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
     if isinstance(method, distillation.OnPolicyDistillation):
-        temperature, place = method.hyperparameters.advanced.sampling.temperature, "temperature"
+        temperature = method.hyperparameters.advanced.sampling.temperature
+        param = param_of(distillation.METHOD, "temperature")
     else:
         loss = method.hyperparameters.advanced.loss
-        temperature, place = loss.temperature, "loss.temperature"
+        temperature, param = loss.temperature, param_at(distillation.METHOD, "loss.temperature")
         if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
             raise InvalidRequest(
                 f"The teacher '{method.teacher.model}' is on a server, which gives the probabilities of its likeliest "
                 f"tokens and not those of the whole vocabulary: set top_k, to at most "
                 f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
-                param=param_of(distillation.METHOD, "loss.top_k"),
+                param=param_at(distillation.METHOD, "loss.top_k"),
             )
     if temperature != 1:
         raise InvalidRequest(
             f"The teacher '{method.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
-            param=param_of(distillation.METHOD, place),
+            param=param,
         )
 
 

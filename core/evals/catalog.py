@@ -24,7 +24,7 @@ def find(session: Session, project_id: str, eval_id: str) -> Eval | Job:
     Raises:
         EvalNotFound: the project has no eval with this id.
     """
-    named = Eval.id.in_(imported.candidates(eval_id, project_id))
+    named = Eval.id.in_(imported.row_ids_of(eval_id, project_id))
     found = session.scalar(select(Eval).where(named, _mine(project_id)))
     return found if found is not None else of_jobs.job_of(session, project_id, eval_id)
 
@@ -56,27 +56,27 @@ def forget_deleted(session: Session) -> None:
 
 
 def free_eval_id(session: Session, project_id: str, wanted: str) -> str:
-    """The id of a row that is shown as `wanted`, if that is well-formed and free in the project; else a new one."""
-    kept = imported.row_id_of("eval", wanted, project_id)
+    """The id of a row whose public id is `wanted`, if that is well-formed and free in the project; else a new one."""
+    row_id = imported.row_id_of("eval", wanted, project_id)
     of_job = Job.id == "ftjob-" + wanted.removeprefix("eval_"), Job.project_id == project_id
     if (
-        kept is None
+        row_id is None
         or _is_taken(session, Eval, wanted, project_id)
         or session.scalar(select(Job.id).where(*of_job))
     ):
         return new_id("eval_")
-    return kept
+    return row_id
 
 
 def free_run_id(session: Session, project_id: str, wanted: str) -> str:
     """The same for a run."""
-    kept = imported.row_id_of("evalrun", wanted, project_id)
-    return new_id("evalrun_") if kept is None or _is_taken(session, EvalRun, wanted, project_id) else kept
+    row_id = imported.row_id_of("evalrun", wanted, project_id)
+    return new_id("evalrun_") if row_id is None or _is_taken(session, EvalRun, wanted, project_id) else row_id
 
 
-def _is_taken(session: Session, table: type[Eval | EvalRun], api_id: str, project_id: str) -> bool:
-    """Whether the project has, or has deleted within a month, a row that is shown under this id."""
-    taken = table.id.in_(imported.candidates(api_id, project_id)), table.project_id == project_id
+def _is_taken(session: Session, table: type[Eval | EvalRun], public: str, project_id: str) -> bool:
+    """Whether the project has, or has deleted within a month, a row with this public id."""
+    taken = table.id.in_(imported.row_ids_of(public, project_id)), table.project_id == project_id
     return session.scalar(select(table.id).where(*taken)) is not None
 
 
@@ -139,7 +139,7 @@ def _place(row: Eval | Job, order_by: OrderBy) -> _Position:
 
 def _position(session: Session, project_id: str, after: str, order_by: OrderBy) -> _Position:
     row: Eval | Job | None = session.scalar(
-        select(Eval).where(Eval.id.in_(imported.candidates(after, project_id)), Eval.project_id == project_id)
+        select(Eval).where(Eval.id.in_(imported.row_ids_of(after, project_id)), Eval.project_id == project_id)
     )
     if row is None:
         try:
@@ -170,7 +170,7 @@ def _behind(
 
 def run_of(session: Session, eval_row: Eval, run_id: str) -> EvalRun:
     """Raises EvalNotFound."""
-    named = EvalRun.id.in_(imported.candidates(run_id, eval_row.project_id))
+    named = EvalRun.id.in_(imported.row_ids_of(run_id, eval_row.project_id))
     run = session.scalar(
         select(EvalRun).where(named, EvalRun.eval_id == eval_row.id, EvalRun.deleted_at.is_(None))
     )
@@ -181,7 +181,7 @@ def run_of(session: Session, eval_row: Eval, run_id: str) -> EvalRun:
 
 def eval_of(session: Session, project_id: str, run_id: str) -> str | None:
     """The id of the eval, created or of a job, that has this run; None: the project has no such run."""
-    named = EvalRun.id.in_(imported.candidates(run_id, project_id))
+    named = EvalRun.id.in_(imported.row_ids_of(run_id, project_id))
     mine = EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
     found = session.scalar(select(EvalRun.eval_id).where(named, *mine))
     return of_jobs.eval_of(session, project_id, run_id) if found is None else imported.public_id(found)
@@ -206,7 +206,7 @@ def runs(
     if status is not None:
         statement = statement.where(EvalRun.status == status)
     if after is not None:
-        named = EvalRun.id.in_(imported.candidates(after, eval_row.project_id))
+        named = EvalRun.id.in_(imported.row_ids_of(after, eval_row.project_id))
         seq = session.scalar(select(EvalRun.seq).where(named, EvalRun.eval_id == eval_row.id))
         if seq is None:
             raise no_cursor(after)

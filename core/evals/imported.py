@@ -23,6 +23,6 @@ def public_id(row_id: str) -> str:
     return row_id.partition(_MARK)[0]
 
 
-def candidates(api_id: str, project_id: str) -> tuple[str, str]:
-    """The ids that a row of the project with this shown id may have."""
-    return api_id, f"{api_id}{_MARK}{project_id[-_TAG_LENGTH:]}"
+def row_ids_of(public: str, project_id: str) -> tuple[str, str]:
+    """The ids that the row of the project with this public id may have."""
+    return public, f"{public}{_MARK}{project_id[-_TAG_LENGTH:]}"

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails, InitErrorDetails
@@ -108,9 +108,32 @@ VARIANTS = {
 }
 
 
+# Paths in `advanced` that are the place of no value of `Resolved`.
+OtherPath = Literal["train", "loss.top_k", "loss.temperature"]
+
+
 def param_of(method: str, name: str) -> str:
-    """The path in a job's request of this value of `Resolved`, or of what has this path in `advanced`."""
-    return f"method.{method}.hyperparameters.advanced.{PLACES.get(name, name)}"
+    """The path in a job's request of this value of `Resolved`.
+
+    Raises:
+        KeyError: a value without a place in `advanced`.
+    """
+    return _in_request(method, str(PLACES[name]))
+
+
+def param_at(method: str, path: OtherPath) -> str:
+    """The path in a job's request of what has this path in `advanced`.
+
+    Raises:
+        KeyError: another path. That of a value of `Resolved` is for `param_of`.
+    """
+    if path not in get_args(OtherPath):
+        raise KeyError(path)
+    return _in_request(method, path)
+
+
+def _in_request(method: str, path: str) -> str:
+    return f"method.{method}.hyperparameters.advanced.{path}"
 
 
 def with_values(advanced: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,18 +28,10 @@ from core.results.lineage import Parent
 from core.results.passport import Issuer
 from core.step_metrics import StepMetrics
 from core.storage import manifests
-from core.storage.manifests import Damaged
+from core.storage.manifests import Damaged, is_trainers
 from core.storage.store import CHUNK_BYTES, BlobCorrupt, BlobNotFound, BlobStore
 
 FORMAT = 1
-# Excluded: only the trainer can use its state, the master weights, moments and the reference, which are larger than the
-# rest.
-_TRAINERS = re.compile(r"trainer\.pt|masters\.pt|manifest\.json|(masters|moments|reference)-\d+\.safetensors")
-
-
-def is_trainers(name: str) -> bool:
-    """Whether a file of a checkpoint is for training further alone."""
-    return _TRAINERS.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

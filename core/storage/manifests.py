@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore, is_bad_sect
 MANIFEST = "manifest.json"
 # The adapters of earlier policies, with which a run that resumes samples what was in flight.
 EARLIER = "earlier_adapters.pt"
+# Only the trainer can use its state, the master weights, moments and the reference, which are larger than the rest.
+_TRAINERS = re.compile(r"trainer\.pt|masters\.pt|manifest\.json|(masters|moments|reference)-\d+\.safetensors")
 
 
 class Damaged(Exception):
@@ -37,6 +40,11 @@ class Manifest:
     format: int
     files: tuple[ManifestFile, ...]
     resume_files: tuple[ManifestFile, ...] = ()  # for a run that resumes; deleted when the job has succeeded
+
+
+def is_trainers(name: str) -> bool:
+    """Whether a file of a checkpoint is for training further alone."""
+    return _TRAINERS.fullmatch(name) is not None
 
 
 def read(blobs: BlobStore, prefix: str) -> Manifest:

@@ -1,5 +1,6 @@
 import json
-from typing import Any
+import operator
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,15 @@ from pydantic import ValidationError
 
 from core.jobs import hyperparameter_groups as groups
 from core.jobs.hyperparameter_groups import Sampling, TemplateChoice
-from core.jobs.hyperparameter_places import GROUPS, PLACES, VARIANTS, with_values
+from core.jobs.hyperparameter_places import (
+    GROUPS,
+    PLACES,
+    VARIANTS,
+    OtherPath,
+    param_at,
+    param_of,
+    with_values,
+)
 from core.jobs.hyperparameters import (
     ELSEWHERE,
     Advanced,
@@ -18,6 +27,7 @@ from core.jobs.hyperparameters import (
     resolve,
     similar_hyperparameter,
 )
+from core.jobs.offline_hyperparameters import LogitsAdvanced, OfflineAdvanced
 from tests.hyperparameters import in_groups
 from tests.present import untyped
 
@@ -839,3 +849,22 @@ def test_any_json_is_accepted_or_refused_inside_of_advanced(advanced: Any) -> No
         assert all(error["loc"][0] == "advanced" for error in refused.errors())
     else:
         assert ask(asked.model_dump(mode="json")["advanced"]) == asked
+
+
+def test_a_refusal_names_a_path_that_requests_have() -> None:
+    named = {"train": OfflineAdvanced(), "loss.top_k": LogitsAdvanced(), "loss.temperature": LogitsAdvanced()}
+
+    assert named.keys() == set(get_args(OtherPath))
+    for path, advanced in named.items():
+        operator.attrgetter(path)(advanced)
+    assert param_of("dpo", "lora_rank") == "method.dpo.hyperparameters.advanced.lora.rank"
+    assert param_at("dpo", "train") == "method.dpo.hyperparameters.advanced.train"
+
+
+@pytest.mark.parametrize("name", ["train", "lora.rank", "learning_rte"])
+def test_what_is_no_value_of_a_run_has_no_path_of_one(name: str) -> None:
+    with pytest.raises(KeyError):
+        param_of("reinforcement", name)
+    if name != "train":
+        with pytest.raises(KeyError):
+            param_at("reinforcement", untyped(name))

@@ -84,7 +84,12 @@ def _expert_layers(model: PreTrainedModel) -> list[LinearLayer]:
         return []
     return [
         LinearLayer(
-            name, "experts", experts.width(module), len(module.gate_up_proj), active, experts.size(module)
+            name,
+            "experts",
+            experts.width(module),
+            len(module.gate_up_proj),
+            active,
+            experts.intermediate_size(module),
         )
         for name, module in experts.adaptable_experts(model).items()
     ]

@@ -55,7 +55,7 @@ def width(experts: Any) -> int:
     )
 
 
-def size(experts: Any) -> int:
+def intermediate_size(experts: Any) -> int:
     """The intermediate size of an expert."""
     inside: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
     return inside

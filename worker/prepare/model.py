@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from core.database.tables import Job
 from core.jobs import full
-from core.jobs.hyperparameter_places import param_of
+from core.jobs.hyperparameter_places import param_at
 from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.settings import Settings
@@ -142,7 +142,7 @@ def refuse_full(job: Job, settings: Settings) -> None:
     name = Registry.load(settings.models_file).resolve(job.model)
     problem = full.several_machines(settings) or full.problem(name, settings)
     if problem:
-        raise UserMistake("unsupported_parameter", problem, param_of(job.method, "train"))
+        raise UserMistake("unsupported_parameter", problem, param_at(job.method, "train"))
 
 
 def refuse_to_share(attempt: Attempt, base: BaseModel) -> None:

@@ -22,10 +22,9 @@ from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
 from core.results import lineage, model_aliases, tuned_models
-from core.results.export import is_trainers
 from core.storage import manifests
 from core.storage.disk import writing_to
-from core.storage.manifests import EARLIER, MANIFEST, Damaged
+from core.storage.manifests import EARLIER, MANIFEST, Damaged, is_trainers
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
 from worker.interfaces import Savable

@@ -18,7 +18,7 @@ import httpx
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from core.jobs.hyperparameter_places import param_of
+from core.jobs.hyperparameter_places import param_at
 from core.jobs.params import TEACHER_PARAM
 from core.outbound.http import is_passing, trusted_client
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, Reply, ServerAway, post, quoted_reply
@@ -124,7 +124,7 @@ class ServedTeacher:
                 "teacher_unusable",
                 f"The teacher '{self.name}' does not give its {top_k} likeliest tokens. Choose a smaller `top_k` (vLLM "
                 f"gives 20 unless it was started with --max-logprobs). {refused.message}",
-                param_of("distillation", "loss.top_k"),
+                param_at("distillation", "loss.top_k"),
             ) from refused
 
     def refuse_other_tokens(self, tokenizer: PreTrainedTokenizerBase) -> None:

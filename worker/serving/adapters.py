@@ -16,12 +16,11 @@ from pathlib import Path
 
 from core.chat import Adapter
 from core.model_templates import CHAT_TEMPLATE
-from core.results.export import is_trainers
 from core.scratch import scratch_folder
 from core.set_aside import remove_set_aside, set_aside
 from core.settings import Settings
 from core.storage import manifests
-from core.storage.manifests import MANIFEST, Damaged
+from core.storage.manifests import MANIFEST, Damaged, is_trainers
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
 from worker.serving.serving_metrics import loading
 
