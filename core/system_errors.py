@@ -13,7 +13,7 @@ def file_problem(error: Exception) -> str:
     """
     if not isinstance(error, OSError):
         return str(error)
-    # Where a file is moved, these errors are of the place that it is moved to.
+    # A move has two paths. These errors are of the second.
     is_of_target = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)
     path = (error.filename2 if is_of_target else None) or error.filename
     if path is None:

@@ -39,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name this file in errors of the temporary one, which nobody has asked for."""
+    """Name this file in errors of its temporary one."""
     try:
         yield
     except OSError as cause:
