@@ -68,11 +68,15 @@ class TemplateFacts(BaseModel):
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about what makes answers worse without an error."""
+        """Sentences about what makes answers worse without an error, with tools or without."""
+        return self.warnings_for(has_tools=True)
+
+    def warnings_for(self, *, has_tools: bool) -> list[str]:
+        """Those of conversations with tools, or of others."""
         found = [
             f"The model's chat template {fault}. Set chat_template in the model's entry of the registry to a template "
             f"that {remedy}."
-            for is_found, fault, remedy in _faults(self)
+            for is_found, fault, remedy in [*_faults(self), *(_faults_with_tools(self) if has_tools else [])]
             if is_found
         ]
         if self.system_role == "ignored":
@@ -146,18 +150,19 @@ def _faults(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
             "writes text that differs each time, so one conversation has many prompts",
             "writes the same text each time",
         ),
-        (
-            facts.tools and bool(_unseen(facts)),
-            f"renders tools and leaves out {_unseen(facts)} of functions, which jobs and requests with tools need",
-            "writes them",
-        ),
-        *(_faults_of_answers(facts) if facts.tools else []),
     ]
 
 
-def _faults_of_answers(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
-    """Those of conversations with tools that do not keep the model from using them."""
+def _faults_with_tools(facts: TemplateFacts) -> list[tuple[bool, str, str]]:
+    """Those of conversations with tools; none of a template without a place for tools."""
+    if not facts.tools:
+        return []
     return [
+        (
+            bool(_unseen(facts)),
+            f"renders tools and leaves out {_unseen(facts)} of functions, which jobs and requests with tools need",
+            "writes them",
+        ),
         (
             facts.calls and not facts.parallel_calls,
             "leaves out calls of an answer that has several, or their results",

@@ -128,6 +128,13 @@ def test_a_fact_is_what_renderings_show(template: str, field: str, value: object
     assert getattr(facts(template), field) == value
 
 
+def test_faults_with_tools_are_no_warnings_of_jobs_without_them() -> None:
+    template, said = NAMED_DEFECTS["calls left out"]
+
+    assert any(said in warning for warning in facts(template).warnings_for(has_tools=True))
+    assert facts(template).warnings_for(has_tools=False) == []
+
+
 @pytest.mark.parametrize("manner", HEALTHY)
 def test_a_healthy_template_has_no_warnings(manner: str) -> None:
     found = facts(HEALTHY[manner])

@@ -62,7 +62,10 @@ def report_template(recorder: JobRecorder, policy: Policy, files: Mapping[str, S
     recorder.inform(f"The chat template: {facts}.", {"chat_template": facts.model_dump()})
     for note in facts.notes:
         recorder.inform(note, {})
-    for warning in facts.warnings:
+    has_tools = any(
+        fields.get("tools") for rows in files.values() for row in rows for fields in _objects_of(row.item)
+    )
+    for warning in facts.warnings_for(has_tools=has_tools):
         recorder.warn(warning, {})
     for file, rows in files.items():
         if lines := lines_with_special_texts(policy.tokenizer, rows):
@@ -92,15 +95,20 @@ def lines_with_special_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[
     special, kept = special_tokens(tokenizer), answer_texts(tokenizer, None)
 
     def has_texts(row: Mapping[str, Any]) -> bool:
-        given = row["input"] if isinstance(row.get("input"), Mapping) else {}
         return any(
             special.occur_in(value) if name == "tools" else special.occur_in_chat(_chat(value), None, kept)
-            for fields in (row, given)
+            for fields in _objects_of(row)
             for name, value in fields.items()
             if name in RENDERED
         )
 
     return [row.line for row in rows if has_texts(row.item)]
+
+
+def _objects_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The row, and the `input` of one with a preference: both may have messages and tools."""
+    given = row.get("input")
+    return [row, given] if isinstance(given, Mapping) else [row]
 
 
 def _chat(value: Any) -> list[Mapping[str, Any]]:
