@@ -14,8 +14,10 @@ RESULTS = "results"
 PARALLEL = "parallel calls"  # of several in an answer, some or their results
 TEXT = "text beside calls"
 MESSAGES = "messages"  # which prompts without tools have
-NEEDED = (DEFINITIONS, CALLS, RESULTS)  # without these the model cannot use tools
-_OF_TOOLS = (TOOLS, *NEEDED, PARALLEL, TEXT)
+# Without these the model cannot use tools. It can without parts of definitions: one that was trained on some tools may
+# know them by their names.
+NEEDED = (CALLS, RESULTS)
+_OF_TOOLS = (TOOLS, DEFINITIONS, *NEEDED, PARALLEL, TEXT)
 
 # Parts of the conversation, as core/template_messages.py passes it to templates. None looks for these words.
 _TOOLS: list[dict[str, Any]] = [

@@ -36,7 +36,7 @@ ROWS = [
 TEMPLATE = (
     "{%- for t in tools or [] -%}{{ '[' + t.function.name + ']' }}{%- endfor -%}"
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
-    "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments.values() | join }}{%- endfor -%}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function.name + c.function.arguments.values() | join }}{%- endfor -%}"
     "{{ '<|im_end|>' + '\\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
@@ -118,4 +118,4 @@ def test_graders_and_rollouts_have_the_calls_of_answers_to_rows_with_tools(
     # The tools, and the call and its result in the second row, are in the prompts.
     lengths = {row["line"]: row["prompt_tokens"] for row in rows}
     assert lengths[1] > len("[pick]userw")
-    assert lengths[2] == lengths[1] + len("assistant\nb\n") + 2 + len("tool\nno\n") + 2
+    assert lengths[2] == lengths[1] + len("assistant\npickb\n") + 2 + len("tool\nno\n") + 2

@@ -46,7 +46,8 @@ from worker.types import Pack, Prompt, Rollout, TrainingSequence
 CALLER = (
     "{%- if tools -%}{{ 'calls in <tool_call>' + (tools | length | string) }}{%- endif -%}"
     "{%- for m in messages -%}{{ m.role + m.content }}"
-    "{%- if m.tool_calls -%}{{ m.tool_calls[0].function.arguments.place }}{%- endif -%}{%- endfor -%}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function.name }} {{ c.function.arguments.values() | join }}{%- endfor -%}"
+    "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '>' }}{%- endif -%}"
 )
 ROOT = Path(__file__).parents[2]
@@ -351,7 +352,7 @@ def test_calls_and_their_results_are_part_of_the_conversation(client: openai.Ope
     ]
     answer = client.chat.completions.create(model="caller", messages=messages, tools=[WEATHER], max_tokens=1)  # type: ignore[list-item]
 
-    prompt = "calls in <tool_call>1" + "user?" + "assistantOslo" + "toolsun" + ">"
+    prompt = "calls in <tool_call>1" + "user?" + "assistantweather Oslo" + "toolsun" + ">"
     assert present(answer.usage).prompt_tokens == len(prompt)
 
 
