@@ -423,12 +423,25 @@ def _loses_text(row: Mapping[str, Any], template: ChatTemplate) -> bool:
         *([*given["messages"], *row[name]] for name in names if name in row),
     ]:
         messages = _messages(conversation)
-        for number, message in enumerate(messages):
-            if message.get("content") and message.get("tool_calls"):
-                others = [message, *({**message, "content": text} for text in "0x")]
-                renderings = [template.render([*messages[:number], other], tools, False) for other in others]
-                if all(one == renderings[0] for one in renderings):
-                    return True
+        words = {
+            number: f"text7q{number:05}"
+            for number, message in enumerate(messages)
+            if message.get("content") and message.get("tool_calls")
+        }
+        if not words:
+            continue
+        # One rendering with a word in each text. A text without its word is lost if the conversation up to the answer,
+        # as it is learned, is rendered the same with other texts.
+        marked = [
+            message | {"content": words.get(n, message.get("content"))} for n, message in enumerate(messages)
+        ]
+        text = template.decode(template.render(marked, tools, False))
+        for number in (number for number, word in words.items() if word not in text):
+            message = messages[number]
+            others = [message, *({**message, "content": other} for other in "0x")]
+            renderings = [template.render([*messages[:number], other], tools, False) for other in others]
+            if all(one == renderings[0] for one in renderings):
+                return True
     return False
 
 
