@@ -37,6 +37,16 @@ FIELDS = frozenset(
 # Speakers of ShareGPT for calls of tools, and for their results.
 CALLS = ("function_call", "tool_call")
 RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
+# The role of each other speaker.
+SPEAKERS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("human", "user"), "user"),
+        **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+        "system": "system",
+    }
+)
+# Roles that messages have in some format, in lower case. The rules for rows refuse those that are not OpenAI's.
+_KNOWN_ROLES = frozenset({*ROLES, *RESULTS, *CALLS, *SPEAKERS, "ai"})
 # Fields with the answer; `regraft convert` takes the first that a row has.
 ANSWERS = ("completion", "output", "response", "answer")
 # Fields with the prompt.
@@ -390,7 +400,7 @@ def json_cell(column: str, cell: str) -> Any:
 def _has_roles(value: Any) -> bool:
     """Whether these are messages, and not other objects with a role."""
     return isinstance(value, list) and all(
-        isinstance(one, Mapping) and one.get("role") in (*ROLES, *RESULTS) for one in value
+        isinstance(one, Mapping) and str(one.get("role")).lower() in _KNOWN_ROLES for one in value
     )
 
 

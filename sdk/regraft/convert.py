@@ -50,6 +50,7 @@ from regraft._rules.foreign_files import (
     PARQUET,
     PRETTY_JSON,
     RESULTS,
+    SPEAKERS,
     XZ,
     ZSTD,
     CsvLayout,
@@ -78,11 +79,6 @@ _NumberedRows = Iterator[tuple[int, Row] | LineError]
 
 PIECE = 1 << 18  # characters of a file that are read at once
 _FORMS: Mapping[Target, RowForm] = {"rft": PROMPTS, "sft": FORMS["supervised"], "dpo": FORMS["dpo"]}
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    "system": "system",
-}
 _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
 _OF_MESSAGES = FIELDS.union(_BETTER, _WORSE)  # fields that may hold messages as a JSON text
 _SYSTEMS = ("system", "system_prompt")
@@ -931,10 +927,10 @@ def _turn(turn: Any) -> Message:
     """A message of ShareGPT."""
     if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
         return dict(turn)
-    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+    if not isinstance(turn, Mapping) or turn.get("from") not in SPEAKERS:
         speaker = turn.get("from") if isinstance(turn, Mapping) else turn
         raise CannotConvert(f"has a message in conversations from {speaker!r}, which is unknown")
-    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+    return {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
 
 
 def _answer_to_prompt(rest: Row, name: str) -> list[Message]:

@@ -1411,6 +1411,25 @@ def test_messages_in_texts_of_json_are_messages_in_a_table_in_memory(tmp_path: P
     assert json.loads(made.path.read_text()) == ROW
 
 
+@pytest.mark.parametrize("role", ["model", "human", "ai", "User", "gpt", "function_call"])
+@pytest.mark.parametrize("put", [lines, lambda row: table_of([row])], ids=["JSONL", "CSV"])
+def test_messages_in_texts_of_json_with_the_roles_of_other_formats_are_refused_as_in_lists(
+    role: str, put: Callable[..., bytes], tmp_path: Path
+) -> None:
+    row = {"prompt": json.dumps([USER, {"role": role, "content": "2"}]), "answer": "2"}
+
+    with pytest.raises(InvalidDataset, match=r"line \d: messages\[1\]\.role: must be one of"):
+        convert_text(tmp_path, put(row), "rft")
+
+
+def test_objects_with_roles_of_no_format_in_a_text_are_a_text(tmp_path: Path) -> None:
+    accounts = json.dumps([{"role": "user", "name": "Ann"}, {"role": "admin", "name": "Bo"}])
+
+    [row] = convert_text(tmp_path, lines({"prompt": accounts, "answer": "2"}), "rft")
+
+    assert row["messages"] == [{"role": "user", "content": accounts}]
+
+
 NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {
     "texts in the prompt": (
         {"q": ["1 + 1?"], "answer": "2"},
