@@ -363,6 +363,12 @@ FOREIGN: dict[str, tuple[bytes, FileMethod, str, bool]] = {
         "'supervised', not for 'reinforcement'.",
         NO_CONTAINER,
     ),
+    "pairs in texts of JSON": (
+        lines(*[{name: json.dumps(value) for name, value in PAIR.items()}] * TWELVE),
+        "dpo",
+        f"the rows have their messages as texts of JSON; write them as lists. {does('dpo')}",
+        NO_CONTAINER,
+    ),
     "functions": (
         FUNCTIONS,
         "supervised",
@@ -1363,11 +1369,24 @@ IN_TEXTS: dict[str, tuple[dict[str, Any], Target, dict[str, str], dict[str, Any]
         {},
         PAIR,
     ),
+    "a pair": ({name: json.dumps(value) for name, value in PAIR.items()}, "dpo", {}, PAIR),
+    "one message for each text": (
+        {"prompt": json.dumps(USER), "chosen": json.dumps(ANSWER), "rejected": json.dumps(WRONG)},
+        "dpo",
+        {},
+        PAIR,
+    ),
     "functions for tools": (
         {"messages": json.dumps(CHAT["messages"]), "tools": json.dumps([ADDER])},
         "sft",
         {},
         CHAT | {"tools": [{"type": "function", "function": ADDER}]},
+    ),
+    "objects for a grader": (
+        {"messages": AS_TEXT, "answer": '{"messages": ["a"], "role": "x", "content": "y"}'},
+        "rft",
+        {},
+        {"messages": [USER], "answer": '{"messages": ["a"], "role": "x", "content": "y"}'},
     ),
     "texts for a grader": (
         {"messages": AS_TEXT, "answer": SELLER, "other": AS_TEXT},
