@@ -83,8 +83,11 @@ _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "reje
 _OF_MESSAGES = FIELDS.union(_BETTER, _WORSE)  # fields that may hold messages as a JSON text
 _SYSTEMS = ("system", "system_prompt")
 # Fields of a row that are one text, and those that are lists.
-_TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), ("messages", "conversations", "history")
+_CONVERSATIONS = ("messages", "conversations")
+_TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), (*_CONVERSATIONS, "history")
 _PYTHON_MESSAGES = re.compile(r"\s*\[\{'(role|from|content|value)'.*\}\]\s*", re.DOTALL)
+# The start of messages as JSON, which may be encoded twice.
+_OBJECTS = re.compile(r'\s*("\s*)?(\[\s*)?\{')
 _PROMPTS = ("prompt", "question", "input")
 _WRITTEN = (date, time, Decimal)  # values of tables that JSON has as texts
 _BETWEEN = re.compile(r"[\s,\[\]]*")
@@ -494,11 +497,22 @@ def _mapped(target: str, source: str, value: Any) -> Any:
                 f"has in {source} {kind(found)}, and {target} is a list of messages, or JSON of one"
             )
         return found
+    _refuse_broken(source, value)
     if target not in _TEXTS:
         return value
     if isinstance(value, list | Mapping):
         raise CannotConvert(f"has in {source} {kind(value)}, and {target} is a text")
     return _text(value)
+
+
+def _refuse_broken(name: str, value: Any) -> None:
+    """Refuse a text in a field of messages that begins as JSON, such as half of a list or a list encoded twice.
+
+    Raises:
+        CannotConvert
+    """
+    if name.lower() in _CONVERSATIONS and isinstance(value, str) and _OBJECTS.match(value):
+        raise CannotConvert(f"has in {name} a text that is no JSON list of messages")
 
 
 _PATH = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -749,6 +763,8 @@ def _prompt(rest: Row) -> list[Message]:
         return _turns(messages) if has_turns(messages) else list(messages)
     if isinstance(rest.get("conversations"), list):
         return _turns(rest.pop("conversations"))
+    for name in _CONVERSATIONS:
+        _refuse_broken(name, rest.get(name))
     if isinstance(given, Mapping) and isinstance(given.get("messages"), list):
         rest.pop("input")
         return list(given["messages"])
@@ -767,6 +783,11 @@ def _prompt(rest: Row) -> list[Message]:
     nothing = next((name for name in _PROMPTS if name in rest), None)
     if nothing is not None:
         raise CannotConvert(f"has null in {nothing}")
+    for name in _CONVERSATIONS:
+        if rest.get(name) and isinstance(rest[name], str):
+            raise CannotConvert(
+                f"has in {name} a text that is no JSON list of messages; if it is the prompt, use --map prompt={name}"
+            )
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 
 

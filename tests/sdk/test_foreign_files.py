@@ -1449,6 +1449,35 @@ def test_objects_with_roles_of_no_format_in_a_text_are_a_text(tmp_path: Path) ->
     assert row["messages"] == [{"role": "user", "content": accounts}]
 
 
+BROKEN = {
+    "half of a list": AS_TEXT[:-5],
+    "a text encoded twice": json.dumps(AS_TEXT),
+    "one": json.dumps(USER),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+@pytest.mark.parametrize("is_named", [False, True], ids=["found", "named"])
+def test_a_text_of_messages_that_is_no_list_is_refused_and_is_no_prompt(
+    text: str, name: str, is_named: bool, tmp_path: Path
+) -> None:
+    names = {"prompt": name} if is_named else {}
+    words = f"line 1: has in {name} a text that is no JSON list of messages"
+
+    for row in ({name: text, "answer": "2"}, {name: text, "prompt": "1 + 1?", "answer": "2"}):
+        with pytest.raises(InvalidDataset, match=words):
+            convert_text(tmp_path, lines(row), "rft", **names)
+
+
+def test_words_in_the_field_of_messages_are_a_prompt_if_they_are_named_so(tmp_path: Path) -> None:
+    row = {"messages": "1 + 1?", "answer": "2"}
+
+    with pytest.raises(InvalidDataset, match="if it is the prompt, use --map prompt=messages"):
+        convert_text(tmp_path, lines(row), "rft")
+    assert convert_text(tmp_path, lines(row), "rft", prompt="messages") == [ROW]
+
+
 NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {
     "texts in the prompt": (
         {"q": ["1 + 1?"], "answer": "2"},
