@@ -202,7 +202,7 @@ def _source_rows(source: str | Path | Table, encoding: str | None) -> _NumberedR
 def _check_encoding(name: str | None) -> None:
     try:
         "".encode(name or "utf-8")
-    except (LookupError, UnicodeError):
+    except (LookupError, ValueError):  # a name may have a NUL
         raise UnknownEncoding(f"there is no encoding of text named {name}; examples: utf-8, cp1252") from None
 
 

@@ -1308,6 +1308,7 @@ def test_an_encoding_that_is_none_or_not_that_of_the_file_is_refused(
     assert "no encoding of text named cp9999" in capsys.readouterr().err
     assert main([*convert_it, "hex"]) == 2
     assert "no encoding of text named hex" in capsys.readouterr().err
+    assert main([*convert_it, "a\0b"]) == 2
     assert main([*convert_it, "undefined"]) == 2
     assert "no encoding of text named undefined" in capsys.readouterr().err
     for other in ("ascii", "utf-16", "idna"):
