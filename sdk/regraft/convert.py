@@ -512,7 +512,7 @@ def _refuse_broken(name: str, value: Any) -> None:
         CannotConvert
     """
     if name.lower() in _CONVERSATIONS and isinstance(value, str) and _OBJECTS.match(value):
-        raise CannotConvert(f"has in {name} a text that is no JSON list of messages")
+        raise CannotConvert(f"has in {name} a text that is not a JSON list of messages")
 
 
 _PATH = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -786,7 +786,7 @@ def _prompt(rest: Row) -> list[Message]:
     for name in _CONVERSATIONS:
         if rest.get(name) and isinstance(rest[name], str):
             raise CannotConvert(
-                f"has in {name} a text that is no JSON list of messages; if it is the prompt, use --map prompt={name}"
+                f"has in {name} a text that is not a JSON list of messages; for a prompt use --map prompt={name}"
             )
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 

@@ -1464,7 +1464,7 @@ def test_a_text_of_messages_that_is_no_list_is_refused_and_is_no_prompt(
     text: str, name: str, is_named: bool, tmp_path: Path
 ) -> None:
     names = {"prompt": name} if is_named else {}
-    words = f"line 1: has in {name} a text that is no JSON list of messages"
+    words = f"line 1: has in {name} a text that is not a JSON list of messages"
 
     for row in ({name: text, "answer": "2"}, {name: text, "prompt": "1 + 1?", "answer": "2"}):
         with pytest.raises(InvalidDataset, match=words):
@@ -1474,7 +1474,7 @@ def test_a_text_of_messages_that_is_no_list_is_refused_and_is_no_prompt(
 def test_words_in_the_field_of_messages_are_a_prompt_if_they_are_named_so(tmp_path: Path) -> None:
     row = {"messages": "1 + 1?", "answer": "2"}
 
-    with pytest.raises(InvalidDataset, match="if it is the prompt, use --map prompt=messages"):
+    with pytest.raises(InvalidDataset, match="list of messages; for a prompt use --map prompt=messages"):
         convert_text(tmp_path, lines(row), "rft")
     assert convert_text(tmp_path, lines(row), "rft", prompt="messages") == [ROW]
 
