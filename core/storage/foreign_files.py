@@ -37,6 +37,16 @@ FIELDS = frozenset(
 # Speakers of ShareGPT for calls of tools, and for their results.
 CALLS = ("function_call", "tool_call")
 RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
+# The role of each other speaker.
+SPEAKERS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("human", "user"), "user"),
+        **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+        "system": "system",
+    }
+)
+# Roles that messages have in some format, in lower case. The rules for rows refuse those that are not OpenAI's.
+_KNOWN_ROLES = frozenset({*ROLES, *RESULTS, *CALLS, *SPEAKERS, "ai"})
 # Fields with the answer; `regraft convert` takes the first that a row has.
 ANSWERS = ("completion", "output", "response", "answer")
 # Fields with the prompt.
@@ -204,13 +214,16 @@ def detect(chunks: Iterable[bytes], name: str = "") -> ForeignFormat | None:
 
 
 def _of_json_texts(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
-    """The format of rows of which each has messages as a text of JSON."""
-    texts = [row.get("messages") for row in rows]
-    if not rows or not all(
-        isinstance(text, str) and isinstance(json_cell("messages", text), list) for text in texts
-    ):
+    """The format of rows of which each has messages, or the input of a pair, as a text of JSON."""
+    if not rows or not all(_is_json_text(row, "messages") or _is_json_text(row, "input") for row in rows):
         return None
     return _fitted(JSON_TEXTS, rows)
+
+
+def _is_json_text(row: Mapping[str, Any], name: str) -> bool:
+    """Whether this field of a row is a text with messages."""
+    text = row.get(name)
+    return isinstance(text, str) and isinstance(json_cell(name, text), list | Mapping)
 
 
 def _of_unknown_keys(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
@@ -374,9 +387,12 @@ def first_rows(head: bytes, name: str = "") -> list[dict[str, Any]]:
 
 
 def json_cell(column: str, cell: str) -> Any:
-    """The value of a text in a row: the list of a JSON text in JSON_COLUMNS, or messages as JSON in any column."""
+    """The value of a text in a row: the list of a JSON text in JSON_COLUMNS, or messages as JSON in any column.
+
+    Messages are a list of them, an object with that list, or one message.
+    """
     is_json_column = column.lower() in JSON_COLUMNS
-    if not is_json_column and not _LIST_OF_OBJECTS.match(cell):
+    if not is_json_column and not _OBJECTS.match(cell):
         return cell
     try:
         value = json.loads(cell)
@@ -384,17 +400,29 @@ def json_cell(column: str, cell: str) -> Any:
         return cell
     if is_json_column:
         return value if isinstance(value, list | None) else cell
-    return value if has_turns(value) or _has_roles(value) else cell
+    return value if has_turns(value) or _has_roles(value) or _holds_messages(value) else cell
 
 
 def _has_roles(value: Any) -> bool:
     """Whether these are messages, and not other objects with a role."""
     return isinstance(value, list) and all(
-        isinstance(one, Mapping) and one.get("role") in (*ROLES, *RESULTS) for one in value
+        isinstance(one, Mapping) and str(one.get("role")).lower() in _KNOWN_ROLES for one in value
     )
 
 
-_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+def _holds_messages(value: Any) -> bool:
+    """Whether this is an object with messages, such as the input of a pair, or one message."""
+    if not isinstance(value, Mapping):
+        return False
+    given = [value[name] for name in ("messages", "conversations") if name in value]
+    return (
+        any(map(has_turns, given))
+        or any(map(_has_roles, given))
+        or ("content" in value and _has_roles([value]))
+    )
+
+
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{")
 
 
 # An object after what may stand between rows.

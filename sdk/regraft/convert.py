@@ -50,6 +50,7 @@ from regraft._rules.foreign_files import (
     PARQUET,
     PRETTY_JSON,
     RESULTS,
+    SPEAKERS,
     XZ,
     ZSTD,
     CsvLayout,
@@ -78,17 +79,15 @@ _NumberedRows = Iterator[tuple[int, Row] | LineError]
 
 PIECE = 1 << 18  # characters of a file that are read at once
 _FORMS: Mapping[Target, RowForm] = {"rft": PROMPTS, "sft": FORMS["supervised"], "dpo": FORMS["dpo"]}
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    "system": "system",
-}
 _BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
 _OF_MESSAGES = FIELDS.union(_BETTER, _WORSE)  # fields that may hold messages as a JSON text
 _SYSTEMS = ("system", "system_prompt")
 # Fields of a row that are one text, and those that are lists.
-_TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), ("messages", "conversations", "history")
+_CONVERSATIONS = ("messages", "conversations")
+_TEXTS, _LISTS = ("instruction", "context", *_SYSTEMS), (*_CONVERSATIONS, "history")
 _PYTHON_MESSAGES = re.compile(r"\s*\[\{'(role|from|content|value)'.*\}\]\s*", re.DOTALL)
+# The start of messages as JSON, which may be encoded twice.
+_OBJECTS = re.compile(r'\s*("\s*)?(\[\s*)?\{')
 _PROMPTS = ("prompt", "question", "input")
 _WRITTEN = (date, time, Decimal)  # values of tables that JSON has as texts
 _BETWEEN = re.compile(r"[\s,\[\]]*")
@@ -203,7 +202,7 @@ def _source_rows(source: str | Path | Table, encoding: str | None) -> _NumberedR
 def _check_encoding(name: str | None) -> None:
     try:
         "".encode(name or "utf-8")
-    except (LookupError, UnicodeError):
+    except (LookupError, ValueError):  # a name may have a NUL
         raise UnknownEncoding(f"there is no encoding of text named {name}; examples: utf-8, cp1252") from None
 
 
@@ -498,11 +497,22 @@ def _mapped(target: str, source: str, value: Any) -> Any:
                 f"has in {source} {kind(found)}, and {target} is a list of messages, or JSON of one"
             )
         return found
+    _refuse_broken(source, value)
     if target not in _TEXTS:
         return value
     if isinstance(value, list | Mapping):
         raise CannotConvert(f"has in {source} {kind(value)}, and {target} is a text")
     return _text(value)
+
+
+def _refuse_broken(name: str, value: Any) -> None:
+    """Refuse a text in a field of messages that begins as JSON, such as half of a list or a list encoded twice.
+
+    Raises:
+        CannotConvert
+    """
+    if name.lower() in _CONVERSATIONS and isinstance(value, str) and _OBJECTS.match(value):
+        raise CannotConvert(f"has in {name} a text that is not a JSON list of messages")
 
 
 _PATH = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -753,6 +763,8 @@ def _prompt(rest: Row) -> list[Message]:
         return _turns(messages) if has_turns(messages) else list(messages)
     if isinstance(rest.get("conversations"), list):
         return _turns(rest.pop("conversations"))
+    for name in _CONVERSATIONS:
+        _refuse_broken(name, rest.get(name))
     if isinstance(given, Mapping) and isinstance(given.get("messages"), list):
         rest.pop("input")
         return list(given["messages"])
@@ -771,6 +783,11 @@ def _prompt(rest: Row) -> list[Message]:
     nothing = next((name for name in _PROMPTS if name in rest), None)
     if nothing is not None:
         raise CannotConvert(f"has null in {nothing}")
+    for name in _CONVERSATIONS:
+        if rest.get(name) and isinstance(rest[name], str):
+            raise CannotConvert(
+                f"has in {name} a text that is not a JSON list of messages; for a prompt use --map prompt={name}"
+            )
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 
 
@@ -931,10 +948,10 @@ def _turn(turn: Any) -> Message:
     """A message of ShareGPT."""
     if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
         return dict(turn)
-    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+    if not isinstance(turn, Mapping) or turn.get("from") not in SPEAKERS:
         speaker = turn.get("from") if isinstance(turn, Mapping) else turn
         raise CannotConvert(f"has a message in conversations from {speaker!r}, which is unknown")
-    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+    return {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
 
 
 def _answer_to_prompt(rest: Row, name: str) -> list[Message]:

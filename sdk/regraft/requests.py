@@ -360,7 +360,7 @@ def _text(path: Path, most: int) -> str:
     try:
         if path.stat().st_size > most:
             raise InvalidRequestFile(f"{path}: has more than {most >> 20} MiB")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as cause:
         is_system = isinstance(cause, OSError)
         raise InvalidRequestFile(file_problem(cause) if is_system else f"{path}: it is not UTF-8") from cause

@@ -1,5 +1,7 @@
 """Downloads: chunks of a response, and files that appear only when complete."""
 
+import errno
+import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with path.open("wb") as out:
             yield out
         return
-    target = path.resolve()  # keeps a symbolic link and replaces its target
+    with _naming(path):
+        target = path.resolve()  # keeps a symbolic link and replaces its target
     if not target.parent.is_dir():
         raise FileNotFoundError(f"No such folder: {target.parent}")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
@@ -39,11 +42,15 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name this file in errors of its temporary one."""
+    """Name this file in errors of its temporary one, and in those of a path that can be none."""
     try:
         yield
     except OSError as cause:
         raise OSError(cause.errno, cause.strerror, str(path)) from cause
+    except RuntimeError as cause:  # of pathlib
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from cause
+    except ValueError as cause:
+        raise OSError(errno.EINVAL, str(cause), str(path)) from cause
 
 
 def chunks(response: httpx2.Response) -> Iterator[bytes]:

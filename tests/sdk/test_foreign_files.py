@@ -363,6 +363,12 @@ FOREIGN: dict[str, tuple[bytes, FileMethod, str, bool]] = {
         "'supervised', not for 'reinforcement'.",
         NO_CONTAINER,
     ),
+    "pairs in texts of JSON": (
+        lines(*[{name: json.dumps(value) for name, value in PAIR.items()}] * TWELVE),
+        "dpo",
+        f"the rows have their messages as texts of JSON; write them as lists. {does('dpo')}",
+        NO_CONTAINER,
+    ),
     "functions": (
         FUNCTIONS,
         "supervised",
@@ -1302,6 +1308,7 @@ def test_an_encoding_that_is_none_or_not_that_of_the_file_is_refused(
     assert "no encoding of text named cp9999" in capsys.readouterr().err
     assert main([*convert_it, "hex"]) == 2
     assert "no encoding of text named hex" in capsys.readouterr().err
+    assert main([*convert_it, "a\0b"]) == 2
     assert main([*convert_it, "undefined"]) == 2
     assert "no encoding of text named undefined" in capsys.readouterr().err
     for other in ("ascii", "utf-16", "idna"):
@@ -1363,11 +1370,24 @@ IN_TEXTS: dict[str, tuple[dict[str, Any], Target, dict[str, str], dict[str, Any]
         {},
         PAIR,
     ),
+    "a pair": ({name: json.dumps(value) for name, value in PAIR.items()}, "dpo", {}, PAIR),
+    "one message for each text": (
+        {"prompt": json.dumps(USER), "chosen": json.dumps(ANSWER), "rejected": json.dumps(WRONG)},
+        "dpo",
+        {},
+        PAIR,
+    ),
     "functions for tools": (
         {"messages": json.dumps(CHAT["messages"]), "tools": json.dumps([ADDER])},
         "sft",
         {},
         CHAT | {"tools": [{"type": "function", "function": ADDER}]},
+    ),
+    "objects for a grader": (
+        {"messages": AS_TEXT, "answer": '{"messages": ["a"], "role": "x", "content": "y"}'},
+        "rft",
+        {},
+        {"messages": [USER], "answer": '{"messages": ["a"], "role": "x", "content": "y"}'},
     ),
     "texts for a grader": (
         {"messages": AS_TEXT, "answer": SELLER, "other": AS_TEXT},
@@ -1409,6 +1429,54 @@ def test_messages_in_texts_of_json_are_messages_in_a_table_in_memory(tmp_path: P
     )
 
     assert json.loads(made.path.read_text()) == ROW
+
+
+@pytest.mark.parametrize("role", ["model", "human", "ai", "User", "gpt", "function_call"])
+@pytest.mark.parametrize("put", [lines, lambda row: table_of([row])], ids=["JSONL", "CSV"])
+def test_messages_in_texts_of_json_with_the_roles_of_other_formats_are_refused_as_in_lists(
+    role: str, put: Callable[..., bytes], tmp_path: Path
+) -> None:
+    row = {"prompt": json.dumps([USER, {"role": role, "content": "2"}]), "answer": "2"}
+
+    with pytest.raises(InvalidDataset, match=r"line \d: messages\[1\]\.role: must be one of"):
+        convert_text(tmp_path, put(row), "rft")
+
+
+def test_objects_with_roles_of_no_format_in_a_text_are_a_text(tmp_path: Path) -> None:
+    accounts = json.dumps([{"role": "user", "name": "Ann"}, {"role": "admin", "name": "Bo"}])
+
+    [row] = convert_text(tmp_path, lines({"prompt": accounts, "answer": "2"}), "rft")
+
+    assert row["messages"] == [{"role": "user", "content": accounts}]
+
+
+BROKEN = {
+    "half of a list": AS_TEXT[:-5],
+    "a text encoded twice": json.dumps(AS_TEXT),
+    "one": json.dumps(USER),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+@pytest.mark.parametrize("is_named", [False, True], ids=["found", "named"])
+def test_a_text_of_messages_that_is_no_list_is_refused_and_is_no_prompt(
+    text: str, name: str, is_named: bool, tmp_path: Path
+) -> None:
+    names = {"prompt": name} if is_named else {}
+    words = f"line 1: has in {name} a text that is not a JSON list of messages"
+
+    for row in ({name: text, "answer": "2"}, {name: text, "prompt": "1 + 1?", "answer": "2"}):
+        with pytest.raises(InvalidDataset, match=words):
+            convert_text(tmp_path, lines(row), "rft", **names)
+
+
+def test_words_in_the_field_of_messages_are_a_prompt_if_they_are_named_so(tmp_path: Path) -> None:
+    row = {"messages": "1 + 1?", "answer": "2"}
+
+    with pytest.raises(InvalidDataset, match="list of messages; for a prompt use --map prompt=messages"):
+        convert_text(tmp_path, lines(row), "rft")
+    assert convert_text(tmp_path, lines(row), "rft", prompt="messages") == [ROW]
 
 
 NOT_TEXT: dict[str, tuple[dict[str, Any], Target, dict[str, str], str]] = {

@@ -45,6 +45,16 @@ def test_what_is_set_on_the_command_line_is_beside_the_caller(
     assert job.body["validation_file"] == "file-x"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("job.json", '{"model": "tiny"}'), ("job.toml", 'model = "tiny"'), ("job.yaml", "model: tiny")],
+)
+def test_a_job_may_begin_with_a_byte_order_mark(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, "utf-8-sig")
+
+    assert read_job(tmp_path / name).body == {"model": "tiny"}
+
+
 def test_openais_own_shape_is_taken_as_it_is() -> None:
     asked = {
         "model": "tiny",

@@ -56,6 +56,16 @@ def test_a_file_that_cannot_be_created_is_named_and_not_the_temporary_one(tmp_pa
     assert raised.value.filename == str(path)
 
 
+def test_a_path_that_is_a_loop_of_links_or_has_a_nul_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+
+    for name, words in (("loop", "levels of symbolic links"), ("loop/a", "symbolic links"), ("a\0b", "null")):
+        with pytest.raises(OSError, match=words) as raised, atomic_file(tmp_path / name):
+            pass
+
+        assert file_problem(raised.value).startswith(f"{tmp_path / name}: ")
+
+
 def test_a_file_that_cannot_be_replaced_is_named_and_not_the_temporary_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
 
