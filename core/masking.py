@@ -15,6 +15,7 @@ _NAME = (
     r"[\w.-]*(?:authorization|api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|passw(?:or)?d|passphrase"
     r"|secret(?:[-_]?(?:access[-_]?)?key)?|credentials?|signature|token|cookie)"
 )
+_OPTION = re.compile(rf"--{_NAME}", re.IGNORECASE)
 _SECRET_FIELD = re.compile(
     rf"{_NAME}|(?:[\w.-]*[_.-])?(?:auth[-_]?header|bearer|jwt|pat)", re.IGNORECASE
 )  # in sentences the short names mean something else
@@ -37,10 +38,17 @@ _QUERY_NAME = re.compile(
     rf"(?:{_NAME}|[\w.-]*[_-]?key|code|sig|auth|pwd|pass|jwt|session[-_]?id)(?:\[\w*\])?|auth\[\w+\]",
     re.IGNORECASE,
 )
-# In objects of other services, which mean more by such names than ours do. Not the code of an error.
+# Keys of these services and for these uses are secrets. Others are not: `answer_key`, `sort_key`, `primary_key`.
+_OWNERS_OF_KEYS = (
+    "account|admin|anthropic|auth|aws|azure|client|cohere|datadog|deepseek|deploy|encryption|fireworks|functions"
+    "|gcp|gemini|github|gitlab|google|groq|hf|hmac|hugging[-_]?face|langfuse|langsmith|license|master|mistral|ngc"
+    "|nvidia|openai|open[-_]?router|perplexity|pinecone|qdrant|replicate|sendgrid|service|session|shared|signing"
+    "|slack|ssh|stripe|subscription|tavily|together|twilio|wandb|webhook|xai"
+)
+# In objects of other services, which mean more by such names than ours do.
 _FOREIGN_NAME = re.compile(
-    rf"(?!code$)(?:{_QUERY_NAME.pattern}|{_SECRET_FIELD.pattern}|{_SECRET_OBJECT.pattern}"
-    r"|[\w.-]*(?:api[-_]?key|passw(?:or)?d)s)",
+    rf"(?:{_SECRET_FIELD.pattern}|{_SECRET_OBJECT.pattern}|(?:x[-_])?key|[\w.-]*(?:{_OWNERS_OF_KEYS})[-_.]?key"
+    r"|sig|pwd|pass|session[-_]?id|[\w.-]*(?:api[-_]?key|passw(?:or)?d)s)(?:\[\w*\])?",
     re.IGNORECASE,
 )
 _LONGEST_NAME = 200  # beyond it the `name` of a foreign object is a text
@@ -96,22 +104,23 @@ _IN_TEXT = (
         ),
         rf"\1{MASK}",
     ),
-    # Options of commands: `--api-key VALUE`.
+    # Options of commands: `--api-key VALUE`. A short word without a digit is one of a sentence.
     (
         re.compile(
-            rf"(?<![\w.-])(--{_NAME}[ \t]+)(?:([\"'])(?!\*)(?:(?!\2).){{6,}}\2|(?![\"'*-])[^\s\"',;&<>]{{6,}})",
+            rf"(?<![\w.-])({_OPTION.pattern}[ \t]+)(?:([\"'])(?!\*)(?:(?!\2).){{6,}}\2"
+            r"|(?![\"'*-])(?=[^\s\"',;&<>\d]*\d|[^\s\"',;&<>]{12})[^\s\"',;&<>]{6,})",
             re.IGNORECASE,
         ),
         rf"\1{MASK}",
     ),
     # Keys whose first characters say what they are: OpenAI's and ours, Hugging Face's, GitHub's, GitLab's, Google's,
-    # Slack's, AWS's and npm's, which has no hyphen or underscore.
+    # Slack's and AWS's; npm's, Groq's and Stripe's, which have no hyphen or underscore; PyPI's; and SendGrid's.
     (
         re.compile(
             r"\b(sk-|rg-|hf_|gh[opsu]_|github_pat_|glpat-|AIza|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"
-            r"|\b(npm_)[A-Za-z0-9]{20,}"
+            r"|\b(npm_|gsk_|sk_live_)[A-Za-z0-9]{20,}|\b(pypi-AgE)[\w-]{20,}|\b(SG\.)[\w-]{16,}\.[\w-]{20,}"
         ),
-        rf"\1\2{MASK}",
+        rf"\1\2\3\4{MASK}",
     ),
     # JSON web tokens, signed and encrypted.
     (re.compile(r"(?<![\w-])eyJ[\w-]{8,}(?:\.[\w-]*){2,4}"), MASK),
@@ -155,16 +164,30 @@ def hide_in_method(method: Mapping[str, Any]) -> dict[str, Any]:
 
 def hide_in_error(value: Any) -> Any:
     """Return an error, a sentence or JSON, with secrets masked also inside its sentences."""
+    return _hide_in_texts(hide_secrets(value))
+
+
+def _hide_in_texts(value: Any) -> Any:
+    """Mask inside each text, and the text that follows an option with the name of a secret in a list."""
     if isinstance(value, Mapping):
-        return {name: hide_in_error(inner) for name, inner in hide_secrets(value).items()}
+        return {name: _hide_in_texts(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [hide_in_error(inner) for inner in value]
+        return [
+            MASK if _is_of_option(before, inner) else _hide_in_texts(inner)
+            for before, inner in zip([None, *value], value, strict=False)
+        ]
     if not isinstance(value, str):
         return value
     text = _hide_in_urls(_hide_quoted_passwords(value))
     for pattern, replacement in _IN_TEXT:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _is_of_option(before: Any, value: Any) -> bool:
+    """Whether a text of a list is the value of the option before it: `["--api-key", "..."]`."""
+    are_texts = isinstance(before, str) and isinstance(value, str)
+    return are_texts and not value.startswith("--") and _OPTION.fullmatch(before) is not None
 
 
 def hide_in_foreign(value: Any) -> Any:

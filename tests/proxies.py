@@ -119,9 +119,11 @@ S3_MODES = {
 }
 # Changes of the server's own answers, and no answer at all.
 RESET, SILENT, ODD_ETAGS, NO_ETAGS = "reset", "silent", "odd ETags", "no ETags"
-# Downloads break in the middle, and what is asked for from there on is a page of another server, or the whole blob.
+# Downloads break in the middle, and what is asked for from there on is a page of another server, the whole blob, or the
+# rest of a larger one.
 LOGIN_AFTER_BREAK, WHOLE_AFTER_BREAK = "login page after a break", "whole blob after a break"
-AFTER_BREAK = (LOGIN_AFTER_BREAK, WHOLE_AFTER_BREAK)
+LARGER_AFTER_BREAK = "larger blob after a break"
+AFTER_BREAK = (LOGIN_AFTER_BREAK, WHOLE_AFTER_BREAK, LARGER_AFTER_BREAK)
 ALL_S3_MODES = (*S3_MODES, RESET, SILENT, ODD_ETAGS, NO_ETAGS, *AFTER_BREAK)
 
 
@@ -194,6 +196,10 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
         self.proxy.failed += 1
         if mode == LOGIN_AFTER_BREAK:
             self._send(200, {}, S3Answer(200).body)
+        elif mode == LARGER_AFTER_BREAK:
+            status, headers, content = self._of_server(b"")
+            start = headers["Content-Range"].partition("-")[0]
+            self._send(status, headers | {"Content-Range": f"{start}-39/40"}, content)
         else:
             self._send(*self.proxy.broken)
 

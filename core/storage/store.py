@@ -598,29 +598,32 @@ class S3Blobs(BlobStore):
                     log.warning("the download of %s broke after %d of %d bytes: %s", key, at, size, error)
                     body.close()
                     self._sleep(min(0.1 * 2**breaks, 10.0))
-                    body = self._rest(key, at, etag)
+                    body = self._rest(key, at, size, etag)
         finally:
             body.close()
         got = meter.info(key)
         if sha256 not in (None, got.sha256):
             raise BlobCorrupt(f"{key!r} has sha256 {got.sha256} in {got.size} bytes, expected {sha256}")
 
-    def _rest(self, key: str, at: int, etag: str) -> Any:
-        """The body of a blob from byte `at`, if it still has this ETag.
+    def _rest(self, key: str, at: int, size: int, etag: str) -> Any:
+        """The body of a blob from byte `at` to its last one, if it still has this size and ETag.
 
         Raises:
+            BlobCorrupt: it was replaced; some stores ignore If-Match and send the other blob.
             NotTheStore: a page of another server, or a blob from its first byte, as of a proxy that ignores Range.
         """
         asked = {"Range": f"bytes={at}-", "IfMatch": etag}
+        corrupt = BlobCorrupt(f"{key!r} was replaced while it was read; read it again")
         try:
             with self._named(key):
                 answer = _of_store(self._client.get_object(**self._where(key), **asked), key)
         except BlobExists as replaced:
-            raise BlobCorrupt(f"{key!r} was replaced while it was read; read it again") from replaced
-        if not answer.get("ContentRange", "").startswith(f"bytes {at}-"):
-            answer["Body"].close()
-            raise NotTheStore(key, f"Content-Range from byte {at}")
-        return answer["Body"]
+            raise corrupt from replaced
+        rest = f"bytes {at}-{size - 1}/{size}"
+        if (answer["ETag"], answer.get("ContentRange")) == (etag, rest):
+            return answer["Body"]
+        answer["Body"].close()
+        raise corrupt if answer["ETag"] != etag else NotTheStore(key, f"Content-Range {rest!r}")
 
     def _condition(self, key: str) -> dict[str, str]:
         """Headers that make a put fail if the key exists. Without support: raises BlobExists if it exists now."""

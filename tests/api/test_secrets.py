@@ -25,6 +25,7 @@ from tests.api.test_schema import DOCUMENT
 
 ROOT = Path(__file__).parents[2]
 SECRET = "not-for-readers"
+TOKEN = "aB3" * 12
 URL = f"https://8.8.8.8/hook?version=1&api_key={SECRET}"
 ENDPOINT = {"type": "endpoint", "name": "exact", "url": URL, "headers": {"X-Key": SECRET}}
 # They need answers that are graded at once, by an endpoint on the internet.
@@ -171,15 +172,61 @@ def test_an_error_keeps_all_but_its_secrets() -> None:
         f"key -----BEGIN PRIVATE KEY-----\n{SECRET}",
         f"curl --api-key {SECRET}",
         f'curl --admin-token "{SECRET}"',
+        "curl --password " + SECRET[:9] + "7 failed",
+        f"gsk_{TOKEN}",
+        f"sk_live_{TOKEN}",
+        f"pypi-AgEIcHlwaS5vcmc{TOKEN}",
+        f"SG.{TOKEN}.{TOKEN}",
     ],
 )
 def test_no_way_to_write_a_secret_in_an_error_shows_it(said: str) -> None:
-    assert SECRET not in hide_in_error(said)
-    assert SECRET not in hide_in_error({"message": said})["message"]
+    for shown in (hide_in_error(said), hide_in_error({"message": said})["message"]):
+        assert not any(secret in shown for secret in (SECRET[:9], TOKEN))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        "pass --api-key instead of --token",
+        "The option --password requires a value",
+        ["--token", "--password", "--api-key"],
+        ["--max-tokens", "50"],
+        {"properties": {"credentials": {"type": "object", "description": "who"}}},
+        {"tools": [{"parameters": {"properties": {"secret": {"type": "object"}, "headers": {"a": "b"}}}}]},
+        "gsk_config_cache_of_packages, pypi-package-of-a-long-name and SG.module.function",
+    ],
+)
+def test_an_error_keeps_sentences_about_options_and_schemas_with_names_of_secrets(plain: Any) -> None:
+    assert hide_in_error(plain) == hide_in_foreign(plain) == plain
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--password", "--admin-token"])
+def test_the_value_after_an_option_in_the_list_of_a_command_is_masked(option: str) -> None:
+    command = {"args": ["-y", "server", option, "abcdefghij", "--verbose"]}
+
+    assert hide_in_error(command) == {"args": ["-y", "server", option, "***", "--verbose"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    "answer_key primary_key foreignKey sort_key cache_key partition_key prompt_cache_key monkey hockey turkey".split(),
+)
+def test_a_key_that_is_no_secret_is_shown_in_objects_of_other_services(name: str) -> None:
+    plain = {name: "B", "of": [{name: "user-20481-of-maps"}, {"name": name, "value": "id"}]}
+
+    assert hide_in_foreign(plain) == plain
+
+
+@pytest.mark.parametrize(
+    "name",
+    "openai_key openaiKey AZURE-OPENAI-KEY hf_key aws.key my_client_key service-key accountKey auth_key X-Key".split(),
+)
+def test_a_key_of_a_service_or_an_account_is_masked_in_objects_of_other_services(name: str) -> None:
+    assert hide_in_foreign({name: "abc"}) == {name: "***"}
 
 
 def test_a_key_of_npm_is_masked_and_a_setting_of_npm_is_not() -> None:
-    key = "npm_" + "aB3" * 12
+    key = f"npm_{TOKEN}"
 
     assert (
         hide_in_error(f"{key} for npm_config_cache_of_packages") == "npm_*** for npm_config_cache_of_packages"
@@ -223,6 +270,9 @@ LONG = (
     "eyJ",
     "eyJaaaaaaaa.",
     "npm_",
+    "SG.",
+    "SG.aaaaaaaaaaaaaaaa.",
+    "pypi-AgE",
     "@",
     " ",
 )

@@ -721,6 +721,7 @@ LEAKS += [
     {"type": "unheard of", "env_vars": [{"name": "OPENAI_API_KEY", "value": SECRET}]},
     {"type": "unheard of", "env": [{"key": "Authorization", "Value": {"text": SECRET}}]},
     {"type": "unheard of", "note": f"run --api-key {SECRET} or --api-key '{SECRET}'"},
+    {"type": "unheard of", "command": "npx", "args": ["-y", "server", "--api-key", SECRET]},
     {"type": "unheard of", "note": f"with github_pat_11{SECRET}"},
     {"type": "unheard of", "note": f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{SECRET}"},
     {
